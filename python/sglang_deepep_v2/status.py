@@ -1,0 +1,77 @@
+"""`sglang-deepep-v2 status`: what the patch overlays, and whether the SGLang underneath is the verified one."""
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from sglang_deepep_v2 import overlay
+
+
+def status(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of the table.")
+    ] = False,
+    write_lock: Annotated[
+        bool,
+        typer.Option("--write-lock", help="First accept the installed SGLang's files as the verified ones."),
+    ] = False,
+) -> None:
+    """List every overlaid module; exit code 1 when the installed SGLang is not the verified one."""
+    error = None
+    found: list[overlay.Finding] = []
+    try:
+        if write_lock:
+            overlay.write_lock()
+        found = overlay.findings()
+    except (overlay.OverlayError, OSError) as problem:
+        error = str(problem)
+    installed, lock = overlay.base_version(), {} if error else overlay.read_lock()
+    stale = sorted(set(lock.get(installed, ())) - {f.module.name for f in found if f.module.kind != "new"})
+    if stale:
+        error = f"the lock names modules the tree does not overlay: {', '.join(stale)}; run `{overlay.WRITE_LOCK}`"
+    report = {
+        "enabled": overlay.enabled(),
+        "sglang": installed,
+        "verified": [*lock],
+        "tree": str(overlay.TREE),
+        "error": error,
+        "modules": [
+            {
+                "name": f.module.name,
+                "kind": f.module.kind,
+                "file": str(f.module.file),
+                "base_file": str(f.base_file) if f.base_file else None,
+                "problem": f.problem,
+            }
+            for f in found
+        ],
+    }
+    if as_json:
+        print(json.dumps(report, indent=1))
+    else:
+        _print(report)
+    if error or any(f.problem for f in found):
+        raise typer.Exit(1)
+
+
+def _print(report: dict) -> None:
+    console = Console()
+    switch = "on" if report["enabled"] else f"off ({overlay.SWITCH}=0)"
+    console.print(
+        f"overlay {switch}, sglang {report['sglang'] or 'not installed'}, verified on "
+        f"{', '.join(report['verified']) or 'none'}\ntree {report['tree']}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if report["modules"]:
+        table = Table("module", "kind", "SGLang's own file")
+        for row in report["modules"]:
+            expected = "[green]none, as expected" if row["kind"] == "new" else "[green]as locked"
+            table.add_row(row["name"], row["kind"], f"[red]{row['problem']}" if row["problem"] else expected)
+        console.print(table)
+    if report["error"]:
+        console.print(f"[red]{escape(report['error'])}", soft_wrap=True)
