@@ -1,4 +1,4 @@
-"""Imported by the .pth file at interpreter start: puts the finder first on sys.meta_path, imports nothing else."""
+"""Imported by the .pth file at interpreter start: puts the finder on sys.meta_path, imports nothing else."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The `sglang-deepep-v2` command. Imports neither torch nor SGLang; each command does so when it needs them."""
+"""The `sglang-deepep-v2` command. Imports neither torch nor SGLang; a command does so when it needs them."""
 
 from importlib.util import find_spec
 

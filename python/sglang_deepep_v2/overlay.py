@@ -42,7 +42,7 @@ _DUNDER = re.compile("__.*__")
 
 
 class OverlayError(RuntimeError):
-    """The patch cannot be applied as it was verified. Not an ImportError, so that no import fallback hides it."""
+    """The patch cannot be applied as it was verified. Not an ImportError: no import fallback hides it."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ class Finding:
 
 @functools.cache
 def enabled() -> bool:
-    """Whether the overlay is on (``SGLANG_OVERLAY=0`` turns it off); decided once, so that no process runs a mixture."""
+    """Whether the overlay is on (``SGLANG_OVERLAY=0``: off); decided once, so no process runs a mixture."""
     return os.environ.get(SWITCH) != "0"
 
 
 @functools.cache
 def modules() -> dict[str, TreeModule]:
-    """Every file of the tree by module name. Raises OverlayError for a missing tree or a file without a kind."""
+    """Every tree file by module name. Raises OverlayError for a missing tree or a file without a kind."""
     root = TREE / _BASE
     if not root.is_dir():
         raise OverlayError(
             f"no patch tree at {root}: sglang_deepep_v2 must be installed unpacked (not zipped) and whole. "
-            "Run `pip install --force-reinstall --no-deps sglang-deepep-v2`, or in a checkout `pip install --no-deps -e .`."
+            "Run `pip install --force-reinstall --no-deps .` in a checkout of sglang-deepep-v2."
         )
     found = {}
     for file in sorted(root.rglob("*.py")):
@@ -116,7 +116,7 @@ def base_file(name: str) -> Path | None:
 
 
 def read_lock() -> dict[str, dict[str, str]]:
-    """SGLang version -> module name -> SHA-256 of SGLang's file, for each version the patch was verified on."""
+    """SGLang version -> module name -> SHA-256 of SGLang's file, for each verified version."""
     try:
         lock = json.loads(LOCK.read_text())
         if all(isinstance(hashes, dict) for hashes in lock.values()):
@@ -156,8 +156,8 @@ def findings() -> list[Finding]:
         verified = ", ".join(lock) or "none yet"
         fix = f"`pip install sglang=={[*lock][-1]}`" if lock else f"`{WRITE_LOCK}`"
         raise OverlayError(
-            f"the patch was verified on sglang {verified}; installed: {installed or 'none'}. Run {fix}; "
-            f"{SWITCH}=0 runs SGLang without the patch, `{WRITE_LOCK}` accepts the installed one after a review."
+            f"the patch was verified on sglang {verified}; installed: {installed or 'none'}. Run {fix}, "
+            f"or after a review `{WRITE_LOCK}`; {SWITCH}=0 runs SGLang without the patch."
         )
     return list(_findings(lock[installed]))
 
@@ -170,14 +170,15 @@ def _findings(locked: dict[str, str]) -> Iterator[Finding]:
 
 @functools.cache
 def verify() -> None:
-    """Raises OverlayError unless every file is as locked: all at once, so that no child process is the first to fail."""
+    """Raises OverlayError unless all files are as locked: all at once, so no child process fails first."""
     wrong = [found for found in findings() if found.problem]
     if not wrong:
         return
     lines = "\n".join(f"  {f.module.name} ({f.module.kind}): {f.problem} {f.base_file or ''}" for f in wrong)
+    version = base_version()
     raise OverlayError(
-        f"the installed sglang {base_version()} is not the one the patch was verified on:\n{lines}\n"
-        f"Run `pip install --force-reinstall --no-deps sglang=={base_version()}`, or review the change and run "
+        f"the installed sglang {version} is not the one the patch was verified on:\n{lines}\n"
+        f"Run `pip install --force-reinstall --no-deps sglang=={version}`, or review the change and run "
         f"`{WRITE_LOCK}`; {SWITCH}=0 runs SGLang without the patch."
     )
 
@@ -185,7 +186,7 @@ def verify() -> None:
 def write_lock() -> str:
     """Locks the installed SGLang's files (other versions keep their entries) and returns its version.
 
-    Raises OverlayError when SGLang is missing or lacks a file the patch needs, OSError when the lock cannot be written.
+    Raises OverlayError when SGLang or a file that the patch needs is missing, OSError when writing fails.
     """
     installed = base_version()
     if installed is None or base_root() is None:
@@ -241,7 +242,7 @@ class _ExtendsLoader(SourceFileLoader):
 
 
 class _Shadow:
-    """Loader of sglang_upstream.<name> for extends files (the names as SGLang's file left them) and for parents."""
+    """Loads sglang_upstream.<name>: an extended module's names as SGLang's file left them, or a parent."""
 
     names: dict[str, dict[str, object]] = {}
 

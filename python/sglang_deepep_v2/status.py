@@ -1,4 +1,4 @@
-"""`sglang-deepep-v2 status`: what the patch overlays, and whether the SGLang underneath is the verified one."""
+"""`sglang-deepep-v2 status`: what the patch overlays, and whether SGLang is the verified one."""
 
 import json
 from typing import Annotated
@@ -12,12 +12,10 @@ from sglang_deepep_v2 import overlay
 
 
 def status(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of the table.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
     write_lock: Annotated[
         bool,
-        typer.Option("--write-lock", help="First accept the installed SGLang's files as the verified ones."),
+        typer.Option("--write-lock", help="First lock the installed SGLang's files."),
     ] = False,
 ) -> None:
     """List every overlaid module; exit code 1 when the installed SGLang is not the verified one."""
@@ -32,7 +30,7 @@ def status(
     installed, lock = overlay.base_version(), {} if error else overlay.read_lock()
     stale = sorted(set(lock.get(installed, ())) - {f.module.name for f in found if f.module.kind != "new"})
     if stale:
-        error = f"the lock names modules the tree does not overlay: {', '.join(stale)}; run `{overlay.WRITE_LOCK}`"
+        error = f"the lock names what the tree lacks: {', '.join(stale)}; run `{overlay.WRITE_LOCK}`"
     report = {
         "enabled": overlay.enabled(),
         "sglang": installed,

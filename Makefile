@@ -1,0 +1,32 @@
+# Each rule sets up .venv by itself the first time (scripts/setup_cpu.sh); a second call starts at once.
+BIN := .venv/bin
+# The environment with a GPU, SGLang and this package in it.
+GPU_PYTHON ?= python3
+
+.PHONY: help setup demo test test-gpu mutants lint
+
+help:
+	@echo "make demo     the real server on CPU, two ranks: expanded against non-expanded prefill (QUICK=1: one checkpoint)"
+	@echo "make test     every test that needs no GPU"
+	@echo "make test-gpu the GPU tests, with GPU_PYTHON=python3"
+	@echo "make mutants  break the feature line by line and see the tests fail"
+	@echo "make lint     ruff check and format"
+
+setup:
+	@scripts/setup_cpu.sh
+
+demo: setup
+	$(BIN)/sglang-deepep-v2 ab $(if $(QUICK),--quick)
+
+test: setup
+	$(BIN)/python -m pytest test/srt -m "not gpu" -n 2 $(ARGS)
+
+test-gpu:
+	$(GPU_PYTHON) -m pytest test/srt -m gpu $(ARGS)
+
+mutants: setup
+	$(BIN)/python test/mutants.py
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
