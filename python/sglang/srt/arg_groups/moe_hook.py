@@ -121,7 +121,8 @@ def validate_deepep_v2_model_architecture(server_args: Any) -> None:
     view = resolved_view(server_args)
     config = model_config_of(server_args).hf_text_config
 
-    hidden_size = getattr(config, "hidden_size", None)
+    # A latent MoE dispatches narrower rows than the residual stream.
+    hidden_size = getattr(config, "routed_expert_hidden_size", None) or getattr(config, "hidden_size", None)
     if hidden_size and hidden_size % _HIDDEN_MULTIPLE:
         raise ValueError(
             f"DeepEP v2 combine needs a hidden size that is a multiple of {_HIDDEN_MULTIPLE}; hidden_size is "
