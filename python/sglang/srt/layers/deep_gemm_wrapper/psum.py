@@ -1,0 +1,167 @@
+"""new: grouped GEMMs that take DeepEP's expanded psum as their row layout, with a JIT warm-up of their own.
+
+SGLang's wrapper and its warm-up know row labels only. In the psum layout DeepGEMM reads expert ``e``'s rows as
+``[align(psum[e - 1]), psum[e])``, so dispatch's psum goes in as it is and no labelling kernel runs.
+"""
+
+import inspect
+import logging
+
+import torch
+from sglang.srt.layers.deep_gemm_wrapper import compile_utils
+from sglang.srt.layers.deep_gemm_wrapper.configurer import DEEPGEMM_SCALE_UE8M0, ENABLE_JIT_DEEPGEMM
+from sglang.srt.utils import get_available_gpu_memory
+
+logger = logging.getLogger(__name__)
+
+deep_gemm = None
+if ENABLE_JIT_DEEPGEMM:
+    import deep_gemm
+
+# Of the free memory, what warm-up buffers may take; the rest stays for the requests that triggered it.
+_WARM_UP_MEMORY_FRACTION = 0.5
+
+# Largest number of expanded rows per launch that a dispatcher announced.
+_max_rows = 0
+_warmed: set[tuple] = set()
+
+
+def unsupported_reason(expert_alignment: int) -> str | None:
+    """Why the installed DeepGEMM cannot take DeepEP's psum, or None when it can.
+
+    Args:
+        expert_alignment: rows to which dispatch rounds each expert's segment; DeepGEMM must round to the same number,
+            since it derives every expert's first row from it.
+    """
+    if deep_gemm is None:
+        return "DeepGEMM is not available"
+    for name in ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_bf16_gemm_nt_contiguous"):
+        function = getattr(deep_gemm, name, None)
+        if function is None or "use_psum_layout" not in inspect.signature(function).parameters:
+            return f"deep_gemm.{name} has no use_psum_layout"
+    alignment = deep_gemm.get_mk_alignment_for_contiguous_layout()
+    alignment = alignment[0] if isinstance(alignment, tuple) else alignment
+    if alignment != expert_alignment:
+        return f"DeepGEMM aligns experts to {alignment} rows, dispatch to {expert_alignment}"
+    return None
+
+
+def announce_max_rows(rows: int) -> None:
+    """Tell the warm-up how many expanded rows one launch may have (not tokens: each token is up to top-k rows)."""
+    global _max_rows
+    _max_rows = max(_max_rows, rows)
+
+
+def grouped_gemm_fp8(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    out: torch.Tensor,
+    psum: torch.Tensor,
+) -> None:
+    """``out[r] = dequant(a[r]) @ dequant(b[e]).T`` for the rows ``r`` of each expert ``e``.
+
+    Args:
+        a: ``[rows, k]`` float8_e4m3fn, rows grouped by expert.
+        a_scale: ``[rows, k / 128]`` fp32, strides ``(1, align(rows, 4))``; or packed UE8M0 int32 ``[rows, k / 512]``.
+        b: ``[experts, n, k]`` float8_e4m3fn.
+        b_scale: block scales of ``b`` as SGLang loads them.
+        out: ``[rows, n]`` bf16, written for valid rows; padding rows get anything.
+        psum: ``[experts]`` int32, DeepEP's expanded psum.
+    """
+    rows = a.shape[0]
+    if rows == 0:
+        return
+    key = ("fp8", *b.shape)
+    if key not in _warmed:
+        _warm_up(key, a.shape[0])
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous((a, a_scale), (b, b_scale), out, psum, use_psum_layout=True)
+
+
+def grouped_gemm_bf16(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, psum: torch.Tensor) -> None:
+    """``out[r] = a[r] @ b[e].T`` for the rows ``r`` of each expert ``e``.
+
+    Args:
+        a: ``[rows, k]`` bf16, rows grouped by expert.
+        b: ``[experts, n, k]`` bf16.
+        out: ``[rows, n]`` bf16, written for valid rows; padding rows get anything.
+        psum: ``[experts]`` int32, DeepEP's expanded psum.
+    """
+    rows = a.shape[0]
+    if rows == 0:
+        return
+    key = ("bf16", *b.shape)
+    if key not in _warmed:
+        _warm_up(key, a.shape[0])
+    deep_gemm.m_grouped_bf16_gemm_nt_contiguous(a, b, out, psum, use_psum_layout=True)
+
+
+def _warm_up(key: tuple, rows: int) -> None:
+    """Compile the kernels of one GEMM shape for every row count up to the announced one.
+
+    The psum is zero, so a launch compiles its kernel and computes nothing.
+    """
+    _warmed.add(key)
+    # SGLang's own switches: off by SGLANG_JIT_DEEPGEMM_PRECOMPILE=0, and only the node's first rank compiles.
+    if not (ENABLE_JIT_DEEPGEMM and compile_utils._ENABLE_JIT_DEEPGEMM_PRECOMPILE and compile_utils._DO_COMPILE_ALL):
+        return
+    if torch.cuda.is_current_stream_capturing():
+        return
+    kind, experts, n, k = key
+    alignment = deep_gemm.get_mk_alignment_for_contiguous_layout()
+    max_rows = max(rows, _max_rows)
+    row_bytes = (k + k // 32 if kind == "fp8" else 2 * k) + 2 * n
+    weight_bytes = experts * n * k * (1 if kind == "fp8" else 2)
+    budget = get_available_gpu_memory("cuda", torch.cuda.current_device()) * (1 << 30) * _WARM_UP_MEMORY_FRACTION
+    affordable = int((budget - weight_bytes) // row_bytes)
+    if affordable < max_rows:
+        logger.warning(
+            "DeepEP v2 psum GEMM warm-up covers %d of %d rows (%s n=%d k=%d): free memory ends it; "
+            "larger batches compile on first use.",
+            max(affordable, 0),
+            max_rows,
+            kind,
+            n,
+            k,
+        )
+        max_rows = affordable
+    row_counts = range(alignment, max_rows + 1, alignment)
+    if not row_counts:
+        return
+    logger.info("DeepEP v2 psum GEMM warm-up: %s n=%d k=%d experts=%d rows<=%d", kind, n, k, experts, row_counts[-1])
+    with compile_utils._local_rank_compile_lock(_LockName(f"PSUM_{kind.upper()}"), n, k, experts):
+        _compile(kind, experts, n, k, row_counts)
+
+
+class _LockName:
+    """What SGLang's compile lock reads of a kernel type."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+
+def _compile(kind: str, experts: int, n: int, k: int, row_counts: range) -> None:
+    rows = row_counts[-1]
+    cuda = {"device": "cuda"}
+    psum = torch.zeros(experts, dtype=torch.int32, **cuda)
+    out = torch.empty(rows, n, dtype=torch.bfloat16, **cuda)
+    if kind == "bf16":
+        a = torch.empty(rows, k, dtype=torch.bfloat16, **cuda)
+        b = torch.empty(experts, n, k, dtype=torch.bfloat16, **cuda)
+    else:
+        a = torch.empty(rows, k, dtype=torch.float8_e4m3fn, **cuda)
+        b = torch.empty(experts, n, k, dtype=torch.float8_e4m3fn, **cuda)
+        b_scale = torch.ones(experts, -(-n // 128), -(-k // 128), **cuda)
+    for count in row_counts:
+        if kind == "bf16":
+            deep_gemm.m_grouped_bf16_gemm_nt_contiguous(a[:count], b, out[:count], psum, use_psum_layout=True)
+            continue
+        # The scale's row stride depends on the row count, so it is laid out anew for each.
+        a_scale = torch.empty_strided((count, -(-k // 128)), (1, -(-count // 4) * 4), dtype=torch.float32, **cuda)
+        if DEEPGEMM_SCALE_UE8M0:
+            a_scale = torch.zeros(-(-k // 512), -(-count // 4) * 4, dtype=torch.int32, **cuda).t()[:count]
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+            (a[:count], a_scale), (b, b_scale), out[:count], psum, use_psum_layout=True
+        )
+    torch.cuda.current_stream().synchronize()

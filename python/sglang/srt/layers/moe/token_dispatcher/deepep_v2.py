@@ -1,0 +1,511 @@
+"""replaces: the DeepEP V2 dispatcher: layout choice, quantisation, the process-wide buffer and the handle's life cycle.
+
+Prefill is dispatched expanded (one row per token and local expert) unless ``SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND`` is
+off; decode is expanded and masked. An expanded prefill runs in one of two pipelines:
+
+- psum: scales leave dispatch column-major and TMA-aligned, the psum itself is the grouped GEMMs' row layout;
+- labels: row-major scales (packed column-major under UE8M0) and one label per row, for any DeepGEMM.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from sglang.srt.environ import envs
+from sglang.srt.layers.dp_attention import get_is_extend_in_batch
+from sglang.srt.layers.moe.token_dispatcher import sync_free
+from sglang.srt.layers.moe.token_dispatcher.base import (
+    BaseDispatcher,
+    CombineInput,
+    CombineInputFormat,
+    DispatchOutput,
+    DispatchOutputFormat,
+    RoutewiseLayout,
+)
+from sglang.srt.layers.moe.token_dispatcher.elastic_buffer import (
+    DeepEPv2Buffer,
+    buffer_class,
+    get_allow_hybrid_mode,
+    require,
+)
+from sglang.srt.layers.moe.topk import TopKOutput
+from sglang.srt.layers.moe.utils import DeepEPv2Fp8ScaleFormat, get_deepep_v2_fp8_scale_format
+from sglang.srt.runtime_context import get_parallel
+
+logger = logging.getLogger(__name__)
+
+_SCALE_BLOCK_SIZE = 128
+# DeepGEMM derives each expert's first row from the same number.
+_EXPERT_ALIGNMENT = 128
+_MAX_TOPK = 32
+# combine moves rows in chunks of this many elements.
+_HIDDEN_MULTIPLE = 256
+
+use_deepep_v2 = buffer_class().cls is not None
+
+_fp8_quant_import_error: BaseException | None = None
+sglang_per_token_group_quant_fp8 = None
+if use_deepep_v2:
+    try:
+        from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
+    except (ImportError, OSError) as error:
+        _fp8_quant_import_error = error
+
+
+class DeepEPv2DispatchOutput(NamedTuple):
+    """What dispatch hands to the MoE runner.
+
+    Attributes:
+        hidden_states: ``[rows, hidden]`` float8_e4m3fn or bf16.
+        hidden_states_scale: ``[rows, hidden / 128]`` fp32 (or packed UE8M0 int32, or MXFP8 groups of 32), None for bf16.
+        topk_ids: ``[rows, topk]`` int64 receiver-local expert ids or -1; None when expanded.
+        topk_weights: ``[rows]`` fp32 when expanded, else ``[rows, topk]`` fp32.
+        psum_num_recv_tokens_per_expert: ``[local experts]`` int32, on the device.
+        is_expanded: one row per (token, local expert), grouped by expert.
+        use_masked_gemm: decode, the rows go through a fixed-height slab.
+        expected_m: rows per expert that the masked GEMM is scheduled for.
+        masked_max_m: slab height per expert.
+        total_expanded: rows of the receive buffer in the masked case.
+        expert_alignment: rows to which each expert's segment is rounded up.
+        activation_scale_block_size: elements of hidden that share one scale.
+        use_psum_layout: the scales are laid out for the psum pipeline.
+    """
+
+    hidden_states: torch.Tensor
+    hidden_states_scale: torch.Tensor | None
+    topk_ids: torch.Tensor | None
+    topk_weights: torch.Tensor
+    psum_num_recv_tokens_per_expert: torch.Tensor | None = None
+    is_expanded: bool = False
+    use_masked_gemm: bool = False
+    expected_m: int = 0
+    masked_max_m: int = 0
+    total_expanded: int = 0
+    expert_alignment: int = 128
+    activation_scale_block_size: int = _SCALE_BLOCK_SIZE
+    use_psum_layout: bool = False
+
+    @property
+    def format(self) -> DispatchOutputFormat:
+        return DispatchOutputFormat.DEEPEP_V2
+
+
+class DeepEPv2CombineInput(NamedTuple):
+    """What the MoE runner hands to combine.
+
+    Attributes:
+        hidden_states: ``[rows, hidden]`` bf16, rows of the dispatch they answer, already weighted when expanded.
+        topk_weights: ``[rows, topk]`` fp32 of a non-expanded dispatch, which combine only transports; None when expanded.
+        routewise_layout: set when a routewise finaliser still has to run.
+    """
+
+    hidden_states: torch.Tensor
+    topk_weights: torch.Tensor | None
+    routewise_layout: RoutewiseLayout | None = None
+
+    @property
+    def format(self) -> CombineInputFormat:
+        return CombineInputFormat.DEEPEP_V2
+
+
+assert isinstance(DeepEPv2DispatchOutput, DispatchOutput)
+assert isinstance(DeepEPv2CombineInput, CombineInput)
+
+
+def _ensure_fp8_quant_available() -> None:
+    require(buffer_class())
+    if sglang_per_token_group_quant_fp8 is None:
+        raise ImportError(
+            f"DeepEP v2 FP8 dispatch needs SGLang's FP8 quantisation kernel: {_fp8_quant_import_error}. "
+            "Fix: pip install sglang-kernel==0.4.10"
+        )
+
+
+_logged_decisions: set[str] = set()
+
+
+def _log_once(message: str) -> None:
+    if message not in _logged_decisions:
+        _logged_decisions.add(message)
+        logger.info(message)
+
+
+class _DeepEPv2Impl:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        router_topk: int,
+        num_experts: int,
+        num_local_experts: int,
+        hidden_size: int,
+        scale_format: DeepEPv2Fp8ScaleFormat,
+        num_max_dispatch_tokens_per_rank: int,
+        use_fp8_dispatch: bool,
+        activation_scale_block_size: int = _SCALE_BLOCK_SIZE,
+    ):
+        self.group = group
+        self.router_topk = router_topk
+        self.num_experts = num_experts
+        self.num_local_experts = num_local_experts
+        self.hidden_size = hidden_size
+        self.scale_format = scale_format
+        self.activation_scale_block_size = activation_scale_block_size
+        self.num_max_dispatch_tokens_per_rank = num_max_dispatch_tokens_per_rank
+        self.use_fp8_dispatch = use_fp8_dispatch
+        self._num_ranks = max(1, num_experts // num_local_experts)
+        self._handle = None
+        self._buffer = None
+        self._buffer_key = None
+        self._pad_empty_combine = False
+        self._num_sms = envs.SGLANG_DEEPEP_V2_NUM_SMS.get()
+        self._validate_shape()
+
+        self._prefill_expand_enabled = envs.SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND.get()
+        self._psum_refusal = self._find_psum_refusal()
+        self._use_psum_pipeline = self._prefill_expand_enabled and self._psum_refusal is None
+        # None until the first use: the memory that sync-free buffers may take is known once the model is loaded.
+        self._prefill_is_sync_free: bool | None = None
+
+    def _validate_shape(self) -> None:
+        if self.hidden_size % _HIDDEN_MULTIPLE:
+            raise ValueError(
+                f"DeepEP v2 needs a hidden size that is a multiple of {_HIDDEN_MULTIPLE}, the model has "
+                f"{self.hidden_size}. Use --moe-a2a-backend deepep."
+            )
+        if self.router_topk > _MAX_TOPK:
+            raise ValueError(
+                f"DeepEP v2 routes a token to at most {_MAX_TOPK} experts, the model selects {self.router_topk}. "
+                "Use --moe-a2a-backend deepep."
+            )
+        if self.num_experts % self.num_local_experts:
+            raise ValueError(
+                f"DeepEP v2 needs the same number of experts on every rank: {self.num_experts} experts do not divide "
+                f"into {self.num_local_experts} per rank. Change --ep-size or --ep-num-redundant-experts."
+            )
+
+    def _find_psum_refusal(self) -> str | None:
+        if not envs.SGLANG_DEEPEP_V2_ENABLE_PSUM_PIPELINE.get():
+            return "SGLANG_DEEPEP_V2_ENABLE_PSUM_PIPELINE=0"
+        if self.activation_scale_block_size != _SCALE_BLOCK_SIZE:
+            return f"scale groups of {self.activation_scale_block_size} elements, the psum kernels take 128"
+        # deep_gemm_wrapper reads the device at import, so not at this module's top.
+        from sglang.srt.layers.deep_gemm_wrapper import psum
+
+        return psum.unsupported_reason(_EXPERT_ALIGNMENT)
+
+    def _decide_prefill(self) -> bool:
+        """Whether prefill runs without a host sync; says once which pipeline was taken and why."""
+        rows = sync_free.capacity_rows(
+            self._num_ranks,
+            self.num_max_dispatch_tokens_per_rank,
+            self.router_topk,
+            self.num_local_experts,
+            _EXPERT_ALIGNMENT,
+        )
+        free, reason = False, "SGLANG_DEEPEP_V2_ENABLE_SYNC_FREE_PREFILL=0"
+        if envs.SGLANG_DEEPEP_V2_ENABLE_SYNC_FREE_PREFILL.get():
+            reason = "the psum pipeline is off"
+            if self._use_psum_pipeline:
+                reason = sync_free.refusal(rows, self.hidden_size, self.use_fp8_dispatch)
+                free = reason is None
+        if self._use_psum_pipeline:
+            from sglang.srt.layers.deep_gemm_wrapper import psum
+
+            psum.announce_max_rows(rows)
+            pipeline, why = "psum", "DeepGEMM takes DeepEP's psum"
+        elif self._prefill_expand_enabled:
+            pipeline, why = "labels", self._psum_refusal
+        else:
+            pipeline, why = "non-expanded", "SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND=0"
+        _log_once(
+            f"DeepEP v2 prefill: pipeline={pipeline} sync={'free' if free else 'cpu'} "
+            f"transport={buffer_class().transport} dtype={'fp8' if self.use_fp8_dispatch else 'bf16'} "
+            f"reason={why}; sync: {'capacity-sized buffers' if free else reason}"
+        )
+        if self._prefill_expand_enabled and self.scale_format.ue8m0:
+            _log_once(
+                "DeepEP v2: expanded prefill has not been validated on a GPU with UE8M0 scales; "
+                "SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND=0 turns it off."
+            )
+        self._prefill_is_sync_free = free
+        return free
+
+    def _key(self) -> tuple:
+        if self._buffer_key is None:
+            self._buffer_key = DeepEPv2Buffer.make_key(
+                self.group,
+                self.hidden_size,
+                self.router_topk,
+                self.num_max_dispatch_tokens_per_rank,
+                self.use_fp8_dispatch,
+                get_allow_hybrid_mode(),
+            )
+        return self._buffer_key
+
+    def _get_buffer(self):
+        buffer = DeepEPv2Buffer.find(self._key())
+        return buffer if buffer is not None else DeepEPv2Buffer.get_buffer(*self._key()[:6])
+
+    def prebuild_buffer(self) -> None:
+        """Build the buffer and settle the prefill pipeline now, so that the first request waits for neither."""
+        self._get_buffer()
+        if self._prefill_is_sync_free is None:
+            self._decide_prefill()
+
+    def buffer_is_built(self) -> bool:
+        """Whether the process-wide buffer stands under this dispatcher's key."""
+        return DeepEPv2Buffer.find(self._key()) is not None
+
+    def _validate_common(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor) -> None:
+        if hidden_states.shape[0] > self.num_max_dispatch_tokens_per_rank:
+            raise ValueError(
+                f"DeepEP v2 dispatch of {hidden_states.shape[0]} tokens exceeds the per-rank buffer capacity "
+                f"{self.num_max_dispatch_tokens_per_rank}. Raise SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK "
+                "or lower --chunked-prefill-size, --max-prefill-tokens or --cuda-graph-max-bs-decode."
+            )
+        if hidden_states.shape[1] != self.hidden_size:
+            raise ValueError(
+                f"DeepEP v2 hidden size mismatch: expected {self.hidden_size}, got {hidden_states.shape[1]}"
+            )
+        if topk_ids.shape != (hidden_states.shape[0], self.router_topk):
+            raise ValueError(
+                f"DeepEP v2 topk mismatch: expected ids of shape {(hidden_states.shape[0], self.router_topk)}, "
+                f"got {tuple(topk_ids.shape)}"
+            )
+
+    def _masked_token_capacity(self, local_tokens: int, ep_group_size: int) -> int:
+        capacity = self.num_max_dispatch_tokens_per_rank * ep_group_size
+        parallel = get_parallel()
+        shares_one_batch = (
+            parallel.attn_dp_size == 1
+            and parallel.attn_cp_size == 1
+            and parallel.tp_size == ep_group_size
+            and parallel.tp_group is not None
+            and self.group is parallel.tp_group.device_group
+        )
+        if not shares_one_batch:
+            return capacity
+        # A split of one batch leaves at most one token more on another rank, and a token picks an expert once.
+        most_rows = max(1, local_tokens * ep_group_size + ep_group_size - 1)
+        return min(capacity, -(-most_rows // _EXPERT_ALIGNMENT) * _EXPERT_ALIGNMENT)
+
+    def _quantize(self, hidden_states: torch.Tensor, expanded: bool, psum_pipeline: bool):
+        """Dispatch input and whether its scales travel column-major and TMA-aligned."""
+        if not self.use_fp8_dispatch:
+            return hidden_states, False
+        _ensure_fp8_quant_available()
+        ue8m0 = self.scale_format.ue8m0
+        # Labels and decode read row-major fp32 scales; packed UE8M0 exists column-major only.
+        column_major = ue8m0 or psum_pipeline if expanded else self.scale_format.tma_aligned
+        return (
+            sglang_per_token_group_quant_fp8(
+                hidden_states,
+                self.activation_scale_block_size,
+                column_major_scales=column_major,
+                scale_tma_aligned=column_major,
+                scale_ue8m0=ue8m0,
+            ),
+            column_major,
+        )
+
+    def _dummy_token(self, hidden_states, topk_ids, topk_weights):
+        """One token with distinct experts and zero weights: a synced dispatch needs every rank to notify."""
+        return (
+            hidden_states.new_zeros((1, hidden_states.shape[1])),
+            torch.arange(self.router_topk, dtype=topk_ids.dtype, device=topk_ids.device).unsqueeze(0),
+            topk_weights.new_zeros((1, self.router_topk)),
+        )
+
+    def dispatch(self, hidden_states: torch.Tensor, topk_output: TopKOutput) -> DeepEPv2DispatchOutput:
+        if self._handle is not None:
+            raise RuntimeError("DeepEP v2 dispatch called before combine consumed the previous dispatch's handle")
+        topk_ids, topk_weights = topk_output.topk_ids, topk_output.topk_weights
+        self._validate_common(hidden_states, topk_ids)
+        owns_ids = topk_ids.dtype != torch.int64 or not topk_ids.is_contiguous()
+        if owns_ids:
+            topk_ids = topk_ids.to(torch.int64).contiguous()
+        if topk_weights.dtype != torch.float32 or not topk_weights.is_contiguous():
+            topk_weights = topk_weights.to(torch.float32).contiguous()
+
+        is_decode = not get_is_extend_in_batch()
+        use_masked = is_decode
+        use_expand_layout = is_decode or self._prefill_expand_enabled
+        use_psum_layout = self._use_psum_pipeline and not is_decode
+        do_cpu_sync = not is_decode
+        if do_cpu_sync:
+            sync_free_prefill = self._prefill_is_sync_free
+            do_cpu_sync = not (self._decide_prefill() if sync_free_prefill is None else sync_free_prefill)
+
+        local_tokens = hidden_states.shape[0]
+        self._pad_empty_combine = do_cpu_sync and local_tokens == 0
+        if self._pad_empty_combine:
+            hidden_states, topk_ids, topk_weights = self._dummy_token(hidden_states, topk_ids, topk_weights)
+            owns_ids, local_tokens = True, 1
+
+        dispatch_x, column_major = self._quantize(hidden_states, use_expand_layout, use_psum_layout)
+        buffer = self._get_buffer()
+        recv_x, recv_topk_idx, recv_topk_weights, handle, event = buffer.dispatch(
+            dispatch_x,
+            topk_idx=topk_ids,
+            topk_weights=topk_weights,
+            num_experts=self.num_experts,
+            # Equal on every rank and every call, so never the batch's own size.
+            num_max_tokens_per_rank=self.num_max_dispatch_tokens_per_rank,
+            expert_alignment=_EXPERT_ALIGNMENT,
+            num_sms=self._num_sms,
+            # The handle may keep ids that nobody else can write to.
+            do_handle_copy=not owns_ids,
+            use_tma_aligned_col_major_sf=column_major,
+            do_cpu_sync=do_cpu_sync,
+            do_expand=use_expand_layout,
+        )
+        if event.event is not None:
+            event.current_stream_wait()
+        recv_hidden_states, recv_scale = recv_x if isinstance(recv_x, tuple) else (recv_x, None)
+
+        expected_m = masked_max_m = total_expanded = 0
+        if use_expand_layout:
+            recv_topk_idx = None
+            total_rows = recv_hidden_states.shape[0]
+            if recv_topk_weights.shape != (total_rows,):
+                raise ValueError(
+                    f"DeepEP v2 returned {total_rows} expanded rows and router weights of shape "
+                    f"{tuple(recv_topk_weights.shape)}; expected [{total_rows}]"
+                )
+            if use_masked:
+                # Only a scheduling hint; the device counts bound the masked GEMM.
+                expected_m = max(
+                    1, (local_tokens * self._num_ranks * self.router_topk + self.num_experts) // self.num_experts
+                )
+                masked_max_m = self._masked_token_capacity(local_tokens, self._num_ranks)
+                total_expanded = total_rows
+        else:
+            num_recv_tokens = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1].item())
+            recv_topk_idx = recv_topk_idx[:num_recv_tokens]
+            recv_topk_weights = recv_topk_weights[:num_recv_tokens]
+            recv_hidden_states = recv_hidden_states[:num_recv_tokens]
+            if recv_scale is not None:
+                recv_scale = recv_scale[:num_recv_tokens]
+
+        self._hold(buffer, handle)
+        return DeepEPv2DispatchOutput(
+            recv_hidden_states,
+            recv_scale,
+            recv_topk_idx,
+            recv_topk_weights,
+            handle.psum_num_recv_tokens_per_expert,
+            use_expand_layout,
+            use_masked,
+            expected_m,
+            masked_max_m,
+            total_expanded,
+            _EXPERT_ALIGNMENT,
+            self.activation_scale_block_size,
+            use_psum_layout,
+        )
+
+    def _hold(self, buffer, handle) -> None:
+        self._buffer, self._handle = buffer, handle
+        DeepEPv2Buffer.hold_handle()
+
+    def _release(self) -> None:
+        self._buffer = self._handle = None
+        self._pad_empty_combine = False
+        DeepEPv2Buffer.release_handle()
+
+    def combine(self, combine_input: DeepEPv2CombineInput) -> torch.Tensor:
+        if self._handle is None:
+            raise RuntimeError("DeepEP v2 combine called without a dispatch handle: dispatch first, combine once")
+        try:
+            if combine_input.routewise_layout is not None:
+                raise ValueError(
+                    f"DeepEP v2 combine got rows in layout {combine_input.routewise_layout}: "
+                    "the model's routewise finaliser has to reduce them first"
+                )
+            combined_x, _, event = self._buffer.combine(
+                combine_input.hidden_states, handle=self._handle, topk_weights=combine_input.topk_weights
+            )
+            if event.event is not None:
+                event.current_stream_wait()
+            return combined_x[:0] if self._pad_empty_combine else combined_x
+        finally:
+            # A handle serves once, also when combine fails.
+            self._release()
+
+
+class DeepEPv2Dispatcher(BaseDispatcher):
+    """Dispatch and combine of one MoE layer over the process-wide DeepEP V2 buffer.
+
+    Args:
+        group: ranks that exchange tokens.
+        router_topk: experts per token, at most 32.
+        num_experts: experts over all ranks, a multiple of ``num_local_experts``.
+        num_local_experts: experts on this rank.
+        hidden_size: elements per token, a multiple of 256.
+        params_dtype: must be bf16.
+        use_fp8_dispatch: whether FP8 rows with scales travel, else bf16 rows.
+        activation_scale_block_size: elements that share one scale: 128, or 32 for MXFP8.
+
+    Raises:
+        NotImplementedError: ``params_dtype`` is not bf16.
+        ValueError: a size that DeepEP cannot take.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        router_topk: int,
+        num_experts: int,
+        num_local_experts: int,
+        hidden_size: int,
+        params_dtype: torch.dtype,
+        use_fp8_dispatch: bool,
+        activation_scale_block_size: int = _SCALE_BLOCK_SIZE,
+    ):
+        super().__init__()
+        if params_dtype != torch.bfloat16:
+            raise NotImplementedError(f"DeepEP v2 dispatches bf16 activations, the model has {params_dtype}")
+        self.num_max_dispatch_tokens_per_rank = envs.SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get()
+        self.use_fp8_dispatch = use_fp8_dispatch
+        self._impl = _DeepEPv2Impl(
+            group=group,
+            router_topk=router_topk,
+            num_experts=num_experts,
+            num_local_experts=num_local_experts,
+            hidden_size=hidden_size,
+            scale_format=get_deepep_v2_fp8_scale_format(),
+            num_max_dispatch_tokens_per_rank=self.num_max_dispatch_tokens_per_rank,
+            use_fp8_dispatch=use_fp8_dispatch,
+            activation_scale_block_size=activation_scale_block_size,
+        )
+
+    def dispatch(self, hidden_states: torch.Tensor, topk_output: TopKOutput) -> DispatchOutput:
+        """Send ``[tokens, hidden]`` bf16 to the ranks of its experts.
+
+        Raises:
+            RuntimeError: the previous dispatch was not combined.
+            ValueError: more tokens than the buffer holds, or shapes that do not belong to this layer.
+        """
+        return self._impl.dispatch(hidden_states, topk_output)
+
+    def combine(self, combine_input: CombineInput) -> torch.Tensor:
+        """Reduce expert outputs to ``[tokens, hidden]`` bf16 on the ranks that sent the tokens.
+
+        Raises:
+            TypeError: an input of another backend.
+            RuntimeError: nothing was dispatched.
+        """
+        if combine_input.format != CombineInputFormat.DEEPEP_V2:
+            raise TypeError(f"expected a DeepEP v2 combine input, got {combine_input.format}")
+        return self._impl.combine(combine_input)
+
+    def prebuild(self) -> None:
+        """Build the process-wide buffer now; collective over the group, no forward needed."""
+        self._impl.prebuild_buffer()
+
+    def buffer_is_built(self) -> bool:
+        """Whether the process-wide buffer already stands under this layer's key."""
+        return self._impl.buffer_is_built()
