@@ -261,16 +261,14 @@ def _find_upstream(name: str) -> ModuleSpec:
     if module is None or module.kind == "new":
         if real == _BASE or any(other.startswith(real + ".") for other in modules()):
             return ModuleSpec(name, _Shadow, is_package=True)
-        raise ModuleNotFoundError(
-            f"{name}: only modules the patch overlays stand there; import {real}", name=name
-        )
+        raise ModuleNotFoundError(f"{name}: not an overlaid module, import {real}", name=name)
     verify()
     if module.kind == "replaces":
         return spec_from_file_location(name, base_file(real))
     import_module(real)
     if name not in _Shadow.names:
         raise ImportError(
-            f"{name} is imported while SGLang's own {real} is still running (an import cycle)", name=name
+            f"{name} is imported while SGLang's own file still runs (an import cycle)", name=name
         )
     return ModuleSpec(name, _Shadow)
 
