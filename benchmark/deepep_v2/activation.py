@@ -1,0 +1,55 @@
+"""Bandwidth of the patch's SwiGLU + FP8 quantisation kernel, alone, on the row counts of the prepared input."""
+
+from __future__ import annotations
+
+import torch
+
+# Rotated so that a replay does not read what the previous one left in the L2 cache.
+NUM_INPUTS = 4
+
+
+def expanded_psum(counts: list[int], alignment: int) -> tuple[list[int], int]:
+    """(psum, rows) of an expanded receive: every expert's segment starts at a multiple of ``alignment``."""
+    psum, start = [], 0
+    for count in counts:
+        psum.append(start + count)
+        start = -(-psum[-1] // alignment) * alignment
+    return psum, start
+
+
+def num_bytes(rows: int, intermediate: int) -> int:
+    """Bytes moved for ``rows`` valid rows: bf16 gate and up in, FP8 out, fp32 scales out, fp32 row weight in."""
+    return rows * (2 * 2 * intermediate + intermediate + intermediate // 128 * 4 + 4)
+
+
+def activation_inputs(worker, num_inputs: int = NUM_INPUTS, alignment: int = 128):
+    """(``num_inputs`` gate-ups ``[rows, 2 * intermediate]`` bf16, row weights, psum, valid rows) of the worker's input."""
+    local_ids = worker.topk_ids.flatten().long() % worker.local_experts
+    counts = torch.bincount(local_ids, minlength=worker.local_experts).tolist()
+    ends, rows = expanded_psum(counts, alignment)
+    psum = torch.tensor(ends, dtype=torch.int32, device=worker.device)
+    generator = torch.Generator(worker.device).manual_seed(5)
+    gateups = [
+        torch.randn(rows, 2 * worker.intermediate, generator=generator, device=worker.device).to(torch.bfloat16)
+        for _ in range(num_inputs)
+    ]
+    weights = torch.rand(rows, generator=generator, device=worker.device)
+    return gateups, weights, psum, sum(counts)
+
+
+def activation_bandwidth(worker, num_inputs: int = NUM_INPUTS) -> dict:
+    """Time (us) and bandwidth (GB/s) of ``swiglu_quant_expanded`` by graph replay; ``copy_gb_s`` was measured before."""
+    from sglang.srt.layers.moe.ep_moe.kernels import swiglu_quant_expanded
+
+    gateups, weights, psum, valid = activation_inputs(worker, num_inputs)
+    calls = [lambda gateup=gateup: swiglu_quant_expanded(gateup, weights, psum, 128) for gateup in gateups]
+    us = worker.tools.graph_us(calls * 2)
+    moved = num_bytes(valid, worker.intermediate)
+    return {
+        "kernel": "swiglu_quant_expanded",
+        "rows": valid,
+        "us": us,
+        "num_bytes": moved,
+        "gb_s": moved / us / 1e3,
+        "copy_gb_s": worker.bandwidth,
+    }

@@ -1,0 +1,455 @@
+"""Times one MoE layer, the real ``FusedMoE.forward`` after top-k, on every path; prints tables and appends JSONL.
+
+Plain SGLang (overlay off) and this patch run in worker processes of their own on the same GPU(s), with the same seeded
+weights and inputs; this process hands the GPU from one side to the other, round by round.
+
+    python3 benchmark/deepep_v2/bench_layer.py                            # one GPU
+    python3 benchmark/deepep_v2/bench_layer.py --ep 2                     # two GPUs
+    python3 benchmark/deepep_v2/bench_layer.py --device cpu --shapes tiny --tokens 8 --local-experts 8 --rounds 3
+
+The last is a dry run on a machine without a GPU. Under ``--out``: ``layer.jsonl`` (one record a path and size),
+``profile.jsonl`` (kernels per layer), ``detail.jsonl`` (busy, waiting and host time, error, reproducibility, launches),
+``activation.jsonl`` (the activation kernel's bandwidth), ``timeline.jsonl`` (one layer's kernels), ``host/*.txt``
+(cProfile).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import records
+import shapes
+
+HERE = Path(__file__).resolve().parent
+UPSTREAM_PATHS = (
+    "sglang_nonexpanded",
+    "sglang_expanded",
+    "mega_moe",
+    "floor",
+    "deepep_alone",
+    "deepep_alone_sync_free",
+)
+PATCH_PATHS = ("nonexpanded", "labels", "psum", "psum_sync_free")
+SIDES = {"upstream": UPSTREAM_PATHS, "patch": PATCH_PATHS}
+ALL_PATHS = UPSTREAM_PATHS + PATCH_PATHS
+
+
+class WorkerError(RuntimeError):
+    """A worker answered with a traceback, died, or did not answer in time."""
+
+
+class Side:
+    """The worker processes, one a rank, of plain SGLang or of the patch."""
+
+    def __init__(self, name: str, args: argparse.Namespace, folder: Path):
+        self.name, self.processes, self.connections = name, [], []
+        address = str(folder / f"{name}.sock")
+        listener = Listener(address, family="AF_UNIX")
+        listener._listener._socket.settimeout(60)
+        port = _free_port()
+        environment = dict(os.environ)
+        environment.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
+        environment.setdefault("EP_DISABLE_GIN", "1")
+        environment.setdefault("HF_HUB_OFFLINE", "1")
+        environment.setdefault("TRANSFORMERS_OFFLINE", "1")
+        environment["SGLANG_OVERLAY"] = "0" if name == "upstream" else "1"
+        for rank in range(args.ep):
+            command = [
+                sys.executable,
+                str(HERE / "layer_worker.py"),
+                address,
+                name,
+                rank,
+                args.ep,
+                port,
+                folder / "model",
+                args.device,
+            ]
+            self.processes.append(subprocess.Popen([str(part) for part in command], env=environment))
+        ranks: dict[int, Connection] = {}
+        for _ in range(args.ep):
+            connection = listener.accept()
+            ranks[connection.recv()["rank"]] = connection
+        self.connections = [ranks[rank] for rank in range(args.ep)]
+        listener.close()
+
+    def send(self, op: str, **request) -> None:
+        try:
+            for connection in self.connections:
+                connection.send({"op": op, **request})
+        except OSError as error:
+            raise WorkerError(f"{self.name} is gone: {error}") from error
+
+    def alive(self) -> bool:
+        return all(process.poll() is None for process in self.processes)
+
+    def replies(self, timeout: float) -> list[dict]:
+        """One answer a rank. Raises WorkerError with the first traceback; an unanswered request ends the run."""
+        deadline = time.monotonic() + timeout
+        answers = []
+        for rank, connection in enumerate(self.connections):
+            try:
+                if not connection.poll(max(0.0, deadline - time.monotonic())):
+                    self.stop()
+                    raise WorkerError(f"{self.name} rank {rank} did not answer within {timeout:.0f} s")
+                answers.append(connection.recv())
+            except (EOFError, OSError) as error:
+                raise WorkerError(f"{self.name} rank {rank} died: exit status {self.processes[rank].poll()}") from error
+        for rank, answer in enumerate(answers):
+            if "error" in answer and isinstance(answer["error"], str):
+                raise WorkerError(f"{self.name} rank {rank}:\n{answer['error']}")
+        return answers
+
+    def ask(self, op: str, timeout: float = 240, **request) -> list[dict]:
+        self.send(op, **request)
+        return self.replies(timeout)
+
+    def stop(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self.processes:
+            process.wait()
+
+
+class Bench:
+    """One run: sides, rounds, records. ``deadline``: monotonic seconds after which nothing new starts."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.out = args, Path(args.out)
+        self.deadline = time.monotonic() + args.time_budget
+        self.sides: dict[str, Side] = {}
+        self.new: list[dict] = []
+        self.meta: dict = {}
+        self.failures: list[str] = []
+
+    def run(self) -> int:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            shapes.write_model_config(folder / "model")
+            try:
+                self._start(folder)
+                for shape in self._shapes():
+                    self._guard(f"shape {shape.label}", lambda shape=shape: self._shape(shape))
+            finally:
+                for side in self.sides.values():
+                    side.stop()
+        for shape, by_tokens in records.groups(self.new):
+            print(f"\n== ratios, {_describe(shape)}\n{records.ratio_table(shape, by_tokens)}", flush=True)
+        if self.failures:
+            print(f"\n{len(self.failures)} part(s) failed: " + "; ".join(self.failures), flush=True)
+        return 0 if self.new else 1
+
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def _guard(self, what: str, action) -> None:
+        """Runs a section; an error is printed and noted, and the run goes on."""
+        if self.left() <= 0:
+            print(f"-- skipped {what}: the time budget of {self.args.time_budget:.0f} s is spent", flush=True)
+            return
+        try:
+            action()
+        except Exception as error:
+            self.failures.append(f"{what}: {str(error).splitlines()[-1][:160] if str(error) else type(error).__name__}")
+            print(
+                f"-- {what} failed\n{error if isinstance(error, WorkerError) else traceback.format_exc()}", flush=True
+            )
+
+    def _start(self, folder: Path) -> None:
+        wanted = {name: [p for p in paths if p in self.args.paths] for name, paths in SIDES.items()}
+        for name, paths in wanted.items():
+            if paths:
+                self.sides[name] = Side(name, self.args, folder)
+        # Both sides come up at once: most of it is imports.
+        for side in self.sides.values():
+            side.send("start", max_tokens=max(self.args.tokens))
+        for name in list(self.sides):
+            try:
+                answer = self.sides[name].replies(300)[0]
+                self.meta.setdefault("gpu", answer["gpu"])
+                self.meta["versions"] = answer["versions"] | self.meta.get("versions", {})
+            except WorkerError as error:
+                self.failures.append(f"side {name} did not start")
+                print(f"-- side {name} did not start\n{error}", flush=True)
+                self.sides.pop(name).stop()
+        if not self.sides:
+            raise SystemExit("no side started")
+        self.meta["commit"] = self.args.commit or _commit()
+        print(
+            f"{self.meta['gpu']}, ep {self.args.ep}, commit {self.meta['commit']}, {self.meta['versions']}", flush=True
+        )
+
+    def _shapes(self) -> list[shapes.Shape]:
+        args = self.args
+        if args.shapes:
+            return [shapes.named(name, experts) for name in args.shapes for experts in args.local_experts]
+        return [shapes.Shape(args.hidden, args.intermediate, experts, args.topk) for experts in args.local_experts]
+
+    def _shape(self, shape: shapes.Shape) -> None:
+        sums = {}
+        for name, side in self.sides.items():
+            request = {f: getattr(shape, f) for f in ("hidden", "intermediate", "local_experts", "topk")}
+            sums[name] = [answer["checksum"] for answer in side.ask("shape", **request)]
+        if len(set(map(str, sums.values()))) != 1:
+            raise WorkerError(f"the sides have different weights: {sums}")
+        for name, side in self.sides.items():
+            size = 1024 if self.args.device == "cuda" else 8
+            bandwidth = side.ask("copy_bandwidth", megabytes=size)[0]["gb_s"]
+            print(f"copy bandwidth ({name}): {bandwidth / 1e3:.3f} TB/s", flush=True)
+        for tokens in self.args.tokens:
+            self._guard(f"{shape.label}, {tokens} tokens", lambda tokens=tokens: self._size(shape, tokens))
+
+    def _size(self, shape: shapes.Shape, tokens: int) -> None:
+        print(f"\n== {shape.label}, {tokens} tokens per rank, ep {self.args.ep}", flush=True)
+        paths = self._prepare(tokens)
+        times = self._rounds(tokens, paths)
+        self._record(shape, tokens, times)
+        detail = {path: self._inspect(path) for path in times}
+        rows = self._details(shape, tokens, times, detail)
+        print(records.align(rows), flush=True)
+        if "psum" in times:
+            self._guard("activation kernel", lambda: self._activation(shape, tokens))
+        for path in ("psum", "psum_sync_free", "sglang_expanded"):
+            if path in times and not self.args.no_host_profile:
+                self._guard(f"host profile of {path}", lambda path=path: self._host_profile(path, tokens))
+        for found, by_tokens in records.groups(r for r in self.new if r["tokens"] == tokens):
+            if found["hidden"] == shape.hidden and found["local_experts"] == shape.local_experts:
+                print(records.ratio_table(found, by_tokens), flush=True)
+
+    def _prepare(self, tokens: int) -> dict[str, Side]:
+        """Builds and warms the paths; returns those that run, with their side."""
+        for side in self.sides.values():
+            side.send("prepare", tokens=tokens, wanted=list(self.args.paths))
+        ready: dict[str, Side] = {}
+        for name, side in self.sides.items():
+            answers = side.replies(400)
+            for path in SIDES[name]:
+                errors = [answer["paths"].get(path, "not wanted") for answer in answers]
+                if all(error is None for error in errors):
+                    ready[path] = side
+                elif "not wanted" not in errors:
+                    self.failures.append(f"{path} at {tokens} tokens")
+                    print(f"-- {path} is not available: {next(e for e in errors if e)}", flush=True)
+            for line in answers[0]["log"]:
+                print(f"   log ({name}): {line}", flush=True)
+        return ready
+
+    def _rounds(self, tokens: int, paths: dict[str, Side]) -> dict[str, list[float]]:
+        """us per layer of every round; the sides alternate, a path that fails drops out."""
+        times: dict[str, list[float]] = {path: [] for path in paths}
+        dropped: set[str] = set()
+        layers = max(4, min(40, 40960 // max(1, tokens))) if self.args.device == "cuda" else 1
+        for number in range(self.args.rounds):
+            if self.left() <= 0 and number >= 3:
+                print(f"-- stopped after {number} rounds: the time budget is spent", flush=True)
+                break
+            order = list(self.sides.values())
+            for side in order if number % 2 == 0 else reversed(order):
+                for path in [p for p, owner in paths.items() if owner is side and p not in dropped]:
+                    try:
+                        answers = side.ask("time", path=path, layers=layers)
+                        times[path].append(max(answer["us"] for answer in answers))
+                    except WorkerError as error:
+                        self.failures.append(f"{path} at {tokens} tokens")
+                        print(f"-- {path} dropped out\n{error}", flush=True)
+                        dropped |= {path} if side.alive() else {p for p, owner in paths.items() if owner is side}
+        return {path: measured for path, measured in times.items() if measured}
+
+    def _record(self, shape: shapes.Shape, tokens: int, times: dict[str, list[float]]) -> None:
+        fresh = []
+        for path, measured in times.items():
+            if path not in records.PATHS:
+                continue
+            record = {
+                "path": path,
+                "tokens": tokens,
+                "ep": self.args.ep,
+                "hidden": shape.hidden,
+                "intermediate": shape.intermediate,
+                "local_experts": shape.local_experts,
+                "topk": shape.topk,
+                "us_median": round(statistics.median(measured), 2),
+                "us_min": round(min(measured), 2),
+                "us_max": round(max(measured), 2),
+                "rounds": len(measured),
+                "gpu": self.meta["gpu"],
+                "versions": self.meta["versions"],
+                "commit": self.meta["commit"],
+                "date": _now(),
+            }
+            fresh.append(records.validate(record))
+        self.new += fresh
+        records.append(self.out / "layer.jsonl", fresh)
+
+    def _inspect(self, path: str) -> dict:
+        side = self.sides["upstream" if path in UPSTREAM_PATHS else "patch"]
+        found: dict = {}
+
+        def ask() -> None:
+            answers = side.ask("inspect", path=path)
+            found.update(answers[0])
+            found["bitwise"] = (
+                all(answer.get("bitwise", True) for answer in answers) if "bitwise" in answers[0] else None
+            )
+            if "error" in answers[0]:
+                found["error"] = max(answer["error"] for answer in answers)
+
+        self._guard(f"inspection of {path}", ask)
+        return found
+
+    def _details(
+        self, shape: shapes.Shape, tokens: int, times: dict[str, list[float]], detail: dict[str, dict]
+    ) -> list[list[str]]:
+        """Writes the detail, profile and timeline records; returns the table's rows."""
+        header = ["path", "us", "min", "max", "GPU busy", "waiting", "host", "launches", "between", "error", "bitwise"]
+        rows = [header]
+        for path, measured in times.items():
+            found, median = detail[path], statistics.median(measured)
+            busy = found.get("busy_us")
+            waiting = None if busy is None else median - busy
+            record = {
+                "path": path,
+                "tokens": tokens,
+                "ep": self.args.ep,
+                "hidden": shape.hidden,
+                "intermediate": shape.intermediate,
+                "local_experts": shape.local_experts,
+                "topk": shape.topk,
+                "us_median": round(median, 2),
+                "busy_us": busy,
+                "waiting_us": waiting,
+                **{name: found.get(name) for name in ("host_us", "launches", "between", "error", "bitwise")},
+                "gpu": self.meta["gpu"],
+                "commit": self.meta["commit"],
+                "date": _now(),
+            }
+            records.append(self.out / "detail.jsonl", [record])
+            kernels = [{"path": path, "tokens": tokens, **kernel} for kernel in found.get("kernels", [])]
+            records.append(self.out / "profile.jsonl", [records.validate(k, records.PROFILE_FIELDS) for k in kernels])
+            timeline = {"path": path, "tokens": tokens, "ep": self.args.ep, "kernels": found.get("timeline", [])}
+            records.append(self.out / "timeline.jsonl", [timeline])
+            cells = [median, min(measured), max(measured), busy, waiting, found.get("host_us")]
+            text = ["-" if cell is None else f"{cell:.1f}" for cell in cells]
+            count, gap, error, same = (found.get(name) for name in ("launches", "between", "error", "bitwise"))
+            text += ["-" if count is None else f"{count:.0f}", "-" if gap is None else str(gap)]
+            text += ["-" if error is None else f"{error:.5f}", "-" if same is None else ("yes" if same else "NO")]
+            rows.append([path, *text])
+        self._judge(rows[1:], times, detail)
+        return rows
+
+    def _judge(self, rows: list[list[str]], times: dict[str, list[float]], detail: dict[str, dict]) -> None:
+        """Prints which of the layer's conditions hold: waiting, launches, error."""
+        waiting = {
+            path: statistics.median(times[path]) - detail[path]["busy_us"]
+            for path in times
+            if detail[path].get("busy_us") is not None
+        }
+        for path, alone in (("psum", "deepep_alone"), ("psum_sync_free", "deepep_alone_sync_free")):
+            extra = records.WAITING_LIMIT_US[path]
+            if path in waiting and alone in waiting and self.args.device == "cuda":
+                limit = max(0.0, waiting[alone]) + extra if path == "psum" else extra
+                verdict = "ok" if waiting[path] <= limit else "MISS"
+                print(
+                    f"   waiting of {path}: {waiting[path]:.1f} us, limit {limit:.1f} us "
+                    f"({alone} waits {waiting[alone]:.1f} us): {verdict}",
+                    flush=True,
+                )
+        for path in ("psum", "psum_sync_free"):
+            gap = detail.get(path, {}).get("between")
+            if gap is not None and self.args.device == "cuda":
+                print(
+                    f"   launches of {path} between dispatch and combine: {gap}: {'ok' if gap == 3 else 'MISS'}",
+                    flush=True,
+                )
+            error, theirs = detail.get(path, {}).get("error"), detail.get("sglang_expanded", {}).get("error")
+            if error is not None and theirs:
+                verdict = "ok" if error <= 1.02 * theirs else "MISS"
+                print(f"   error of {path}: {error:.5f}, sglang_expanded {theirs:.5f}: {verdict}", flush=True)
+
+    def _activation(self, shape: shapes.Shape, tokens: int) -> None:
+        found = self.sides["patch"].ask("activation")[0]
+        share = found["gb_s"] / found["copy_gb_s"]
+        print(
+            f"   {found['kernel']}: {found['us']:.1f} us, {found['num_bytes'] / 1e6:.1f} MB, "
+            f"{found['gb_s'] / 1e3:.3f} TB/s, {100 * share:.1f} % of the copy bandwidth "
+            f"{found['copy_gb_s'] / 1e3:.3f} TB/s: {'ok' if share >= 0.9 else 'MISS'}",
+            flush=True,
+        )
+        layer = {f: getattr(shape, f) for f in ("hidden", "intermediate", "local_experts")}
+        meta = {"gpu": self.meta["gpu"], "commit": self.meta["commit"], "date": _now()}
+        records.append(self.out / "activation.jsonl", [{"tokens": tokens, **layer, **found, "share": share, **meta}])
+
+    def _host_profile(self, path: str, tokens: int) -> None:
+        side = self.sides["upstream" if path in UPSTREAM_PATHS else "patch"]
+        text = side.ask("host_profile", path=path)[0]["text"]
+        folder = self.out / "host"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{path}_{tokens}.txt").write_text(text)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _commit() -> str:
+    try:
+        command = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("SGLANG_DEEPEP_V2_COMMIT", "unknown")
+
+
+def _describe(shape: dict) -> str:
+    return (
+        f"hidden {shape['hidden']}, intermediate {shape['intermediate']}, {shape['local_experts']} local experts, "
+        f"top-{shape['topk']}, ep {shape['ep']}, {shape['gpu']}"
+    )
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2304, 8192], help="tokens per rank")
+    parser.add_argument("--hidden", type=int, default=6144)
+    parser.add_argument("--intermediate", type=int, default=2048)
+    parser.add_argument("--local-experts", type=int, nargs="+", default=[16])
+    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--ep", type=int, default=1, help="ranks, one GPU each")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--shapes", nargs="+", choices=list(shapes.WIDTHS), help="instead of --hidden, --intermediate and --topk"
+    )
+    parser.add_argument(
+        "--paths", nargs="+", choices=ALL_PATHS, default=list(ALL_PATHS), metavar="PATH", help=", ".join(ALL_PATHS)
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: dry run on the reference transport"
+    )
+    parser.add_argument("--out", default=str(HERE / "results"))
+    parser.add_argument("--time-budget", type=float, default=1800, help="seconds; a clean stop after them")
+    parser.add_argument("--commit", default="", help="recorded where this checkout has no git history")
+    parser.add_argument("--no-host-profile", action="store_true")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(Bench(parse()).run())
