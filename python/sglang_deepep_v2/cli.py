@@ -1,12 +1,12 @@
 """The `sglang-deepep-v2` command. Imports neither torch nor SGLang; a command does so when it needs them."""
 
-from importlib.util import find_spec
+from importlib import import_module
 
 import typer
 
 from sglang_deepep_v2.status import status
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 
 
 @app.callback()
@@ -16,19 +16,13 @@ def _cli() -> None:
 
 app.command()(status)
 
-if find_spec("sglang_deepep_v2.doctor"):
-    from sglang_deepep_v2.doctor import doctor
-
-    app.command()(doctor)
-if find_spec("sglang_deepep_v2.ab"):
-    from sglang_deepep_v2.ab.command import ab
-
-    app.command()(ab)
-if find_spec("sglang_deepep_v2.bench"):
-    from sglang_deepep_v2.bench import bench
-
-    app.command()(bench)
-if find_spec("sglang_deepep_v2.upstream"):
-    from sglang_deepep_v2.upstream import upstream
-
-    app.command()(upstream)
+for name, path in {
+    "doctor": "sglang_deepep_v2.doctor",
+    "ab": "sglang_deepep_v2.ab.command",
+    "bench": "sglang_deepep_v2.bench",
+    "upstream": "sglang_deepep_v2.upstream",
+}.items():
+    try:
+        app.command()(getattr(import_module(path), name))
+    except (ImportError, AttributeError):
+        continue

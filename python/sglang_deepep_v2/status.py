@@ -10,6 +10,8 @@ from rich.table import Table
 
 from sglang_deepep_v2 import overlay
 
+_PARENT = "sglang.srt"
+
 
 def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
@@ -21,16 +23,19 @@ def status(
     """List every overlaid module; exit code 1 when the installed SGLang is not the verified one."""
     error = None
     found: list[overlay.Finding] = []
+    lock: dict[str, dict[str, str]] = {}
+    installed = overlay.base_version()
     try:
         if write_lock:
             overlay.write_lock()
+        lock = overlay.read_lock()
         found = overlay.findings()
+        stale = set(lock[installed]) - {f.module.name for f in found if f.module.kind != "new"}
+        if stale:
+            names = ", ".join(sorted(stale))
+            error = f"the lock names what the tree lacks: {names}; run `{overlay.WRITE_LOCK}`"
     except (overlay.OverlayError, OSError) as problem:
         error = str(problem)
-    installed, lock = overlay.base_version(), {} if error else overlay.read_lock()
-    stale = sorted(set(lock.get(installed, ())) - {f.module.name for f in found if f.module.kind != "new"})
-    if stale:
-        error = f"the lock names what the tree lacks: {', '.join(stale)}; run `{overlay.WRITE_LOCK}`"
     report = {
         "enabled": overlay.enabled(),
         "sglang": installed,
@@ -66,10 +71,11 @@ def _print(report: dict) -> None:
         soft_wrap=True,
     )
     if report["modules"]:
-        table = Table("module", "kind", "SGLang's own file")
+        table = Table("kind", "SGLang's own file", f"module, in {_PARENT}")
         for row in report["modules"]:
             expected = "[green]none, as expected" if row["kind"] == "new" else "[green]as locked"
-            table.add_row(row["name"], row["kind"], f"[red]{row['problem']}" if row["problem"] else expected)
+            found = f"[red]{row['problem']}" if row["problem"] else expected
+            table.add_row(row["kind"], found, row["name"].removeprefix(f"{_PARENT}."))
         console.print(table)
     if report["error"]:
         console.print(f"[red]{escape(report['error'])}", soft_wrap=True)

@@ -97,7 +97,7 @@ class Site:
         return done.stderr[done.stderr.rindex("\n  File") :]
 
     def status(self, *args: str, **env: str) -> tuple[int, str]:
-        done = self.run("from sglang_deepep_v2.cli import app; app()", "status", *args, **env)
+        done = self.run("import typer; from sglang_deepep_v2.status import status; typer.run(status)", *args, **env)
         assert "Traceback" not in done.stderr, done.stderr
         return done.returncode, done.stdout
 
@@ -119,8 +119,8 @@ def site(tmp_path: Path) -> Site:
     site = make_environment(tmp_path / "env")
     write(site.packages / "sglang", SGLANG)
     install_version(site, VERSION)
-    for file in PACKAGE.rglob("*.py"):
-        write(site.packages / "sglang_deepep_v2", {str(file.relative_to(PACKAGE)): file.read_text()})
+    for name in ("__init__.py", "boot.py", "overlay.py", "status.py"):
+        write(site.packages / "sglang_deepep_v2", {name: (PACKAGE / name).read_text()})
     (site.packages / "overlay.pth").write_text((ROOT / "sglang_deepep_v2_overlay.pth").read_text())
     write(site.tree, TREE)
     code, out = site.status("--write-lock")
