@@ -1,0 +1,95 @@
+"""`sglang-deepep-v2 doctor`: what is wrong with a machine or a launch command, before a server starts.
+
+Every check stands alone: what may crash or hang runs in a child with a time limit, and a check that fails
+itself is a finding like any other. Importing this package imports neither torch nor SGLang.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated
+
+import typer
+
+from . import hardware, settings, software
+from .launch import check_launch, read_command
+from .machine import Finding, Launch, Machine
+
+__all__ = ["Finding", "Machine", "doctor", "examine"]
+
+_COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
+
+
+def examine(machine: Machine, launch: Launch | None = None) -> list[Finding]:
+    """All findings, in the report's order. Never raises: a check's own exception is a finding too.
+
+    machine  what is examined; its environment should already hold the launch command's assignments
+    launch   a launch command taken apart by read_command, or None
+    """
+    checks: list[Callable[[], Finding | Iterable[Finding]]] = []
+    for check in (*software.CHECKS, *hardware.CHECKS):
+        checks.append(lambda check=check: check(machine))
+    checks.append(lambda: hardware.check_gin(machine, _nnodes(launch)))
+    for check in settings.CHECKS:
+        checks.append(lambda check=check: check(machine))
+    if launch is not None:
+        checks.append(lambda: check_launch(machine, launch))
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        # The children are the slow part, so they start first and at once.
+        for name in ("torch", "deep_ep", "deep_gemm", "overlay"):
+            pool.submit(machine.probe, name)
+        return [finding for found in pool.map(_guarded, checks) for finding in found]
+
+
+def _guarded(check: Callable[[], Finding | Iterable[Finding]]) -> list[Finding]:
+    try:
+        found = check()
+    except Exception as error:
+        return [Finding("doctor", "fail", f"a check failed itself: {type(error).__name__}: {error}")]
+    return [found] if isinstance(found, Finding) else list(found)
+
+
+def _nnodes(launch: Launch | None) -> int:
+    """Nodes of the launch command, read from its words: resolution may fail for another reason."""
+    argv = launch.argv if launch else []
+    for index, word in enumerate(argv):
+        name, _, value = word.partition("=")
+        if name == "--nnodes":
+            value = value or "".join(argv[index + 1 : index + 2])
+            return int(value) if value.isdigit() else 1
+    return 1
+
+
+def doctor(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A launch command to check, after `--`: -- python -m sglang.launch_server ...",
+            metavar="[-- COMMAND]",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds one import or command may take.", min=1)] = 120.0,
+) -> None:
+    """Check this machine, and a launch command, for the DeepEP V2 backend. Exits 1 when a check fails."""
+    launch = read_command(command) if command else None
+    machine = Machine(timeout_s=timeout)
+    if launch:
+        machine.env.update(launch.env)
+    findings = examine(machine, launch)
+    counts = {level: sum(f.level == level for f in findings) for level in ("ok", "warn", "fail")}
+    if as_json:
+        report = {"ok": not counts["fail"], "counts": counts, "findings": [f.as_dict() for f in findings]}
+        typer.echo(json.dumps(report, indent=1))
+    else:
+        width = max(len(f.check) for f in findings)
+        for finding in findings:
+            typer.echo(_line(finding, width))
+    if counts["fail"]:
+        raise typer.Exit(1)
+
+
+def _line(finding: Finding, width: int) -> str:
+    level = typer.style(f"{finding.level:4}", fg=_COLOURS[finding.level], bold=finding.level == "fail")
+    fix = f"  -> {finding.fix}" if finding.fix else ""
+    return f"{level}  {finding.check:{width}}  {' '.join(finding.message.split())}{fix}"

@@ -1,0 +1,84 @@
+"""Check of a launch command: SGLang's own parsing and resolution, token budget included."""
+
+import re
+from collections.abc import Sequence
+
+from .machine import USE_REFERENCE, Finding, Launch, Machine
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_CAPACITY = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
+
+
+def read_command(words: Sequence[str]) -> Launch:
+    """Takes `[NAME=VALUE ...] python -m sglang.launch_server ARGS` or `sglang serve ARGS` apart."""
+    launch = Launch()
+    for index, word in enumerate(words):
+        if _ASSIGNMENT.match(word):
+            name, _, value = word.partition("=")
+            launch.env[name] = value
+        elif word.endswith(("sglang.launch_server", "sglang/launch_server.py")):
+            launch.argv = list(words[index + 1 :])
+            return launch
+        elif word == "serve" and index and words[index - 1].endswith("sglang"):
+            launch.argv = list(words[index + 1 :])
+            if launch.argv and not launch.argv[0].startswith("-"):
+                launch.argv.insert(0, "--model-path")
+            return launch
+    launch.problem = f"no `sglang.launch_server` or `sglang serve` in: {' '.join(words)}"
+    return launch
+
+
+def check_launch(machine: Machine, launch: Launch) -> Finding:
+    """What the server would say about this command before it loads anything, in its own words."""
+    if launch.problem:
+        fix = "sglang-deepep-v2 doctor -- python -m sglang.launch_server --model-path MODEL ..."
+        return Finding("launch", "fail", launch.problem, fix)
+    # A check must not download: the model's config has to be here already.
+    env = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if "cuda" in launch.argv and not machine.has_gpu:
+        # A command for another machine is held against that machine's transport, not this one's.
+        env[USE_REFERENCE] = "0"
+    reply = machine.probe("launch", *launch.argv, env={**env, **launch.env})
+    if "error" in reply:
+        return _refused(reply)
+    if reply["backend"] != "deepep_v2":
+        problem = f"the command resolves to --moe-a2a-backend {reply['backend']}: this backend takes no part"
+        return Finding("launch", "warn", problem, "add --moe-a2a-backend deepep_v2")
+    local = reply["tp"] * reply["pp"] // reply["nnodes"]
+    if machine.gpus and local > len(machine.gpus):
+        return Finding(
+            "launch",
+            "fail",
+            f"the command needs {local} GPUs on this node, {len(machine.gpus)} visible",
+            "lower --tp",
+        )
+    where = f"{reply['device']}, tp {reply['tp']}, {reply['nnodes']} node(s), {reply['mode']}"
+    note = "; no GPU is here" if reply["device"] == "cuda" and not machine.has_gpu else ""
+    if "required" not in reply:
+        return Finding("launch", "ok", f"{where}, decode role, capacity {reply['capacity']} tokens per rank{note}")
+    budget = f"a prefill dispatches up to {reply['required']} tokens per rank, capacity {reply['capacity']}"
+    return Finding("launch", "ok", f"{where}; {budget}{note}")
+
+
+def _refused(reply: dict) -> Finding:
+    kind, text, stage = reply["error_type"], reply["error"], reply.get("stage", "start")
+    if stage == "parse":
+        return Finding("launch", "fail", text, "python -m sglang.launch_server --help")
+    if stage == "import":
+        return Finding("launch", "fail", f"SGLang does not import: {kind}: {text}", "pip install sglang")
+    if stage == "start":
+        return Finding("launch", "fail", f"the command could not be examined: {kind}: {text}")
+    if reply.get("absent"):
+        return Finding("launch", "warn", f"only parsed, the model is not on this machine: {text}")
+    # SGLang's refusals are ValueErrors and bare assertions; anything else is named by its class as well.
+    said = text if kind in ("ValueError", "AssertionError") else f"{kind}: {text}"
+    return Finding("launch", "fail", said, _fix(text))
+
+
+def _fix(text: str) -> str | None:
+    """The setting that answers one of the server's refusals, where the text alone does not name it."""
+    required = re.search(r"required=(\d+), capacity=\d+", text)
+    if required and _CAPACITY in text:
+        return f"export {_CAPACITY}={required[1]}"
+    hybrid = re.search(r"pass (--deepep-v2-mode \w+)", text)
+    return hybrid and hybrid[1]

@@ -1,0 +1,202 @@
+"""Checks of the installed software: SGLang with the overlay, torch, NCCL, DeepEP, DeepGEMM, CUDA toolkit."""
+
+import os
+import re
+from pathlib import Path
+
+from .machine import USE_REFERENCE, Finding, Machine
+
+# DeepGEMM's default row alignment, which the dispatcher asks DeepEP for as expert_alignment.
+EXPERT_ALIGNMENT = 128
+_DEEP_EP = "pip install sgl-deep-ep==0.1.2.post1"
+_DEEP_GEMM = "pip install sgl-deep-gemm==0.2.3.post2"
+_NCCL_MIN = {"ElasticBuffer": (2, 30, 0), "EPBuffer": (2, 32, 3)}
+_NVCC_MIN = (12, 3)
+
+
+def check_overlay(machine: Machine) -> Finding:
+    """The installed SGLang is the locked one and new interpreters carry the loader."""
+    reply = machine.probe("overlay")
+    if reply.get("missing") == "sglang_deepep_v2" or reply.get("active") is False:
+        return Finding(
+            "overlay",
+            "fail",
+            "the loader is not in a new interpreter, so servers run SGLang without the patch",
+            f"{machine.python} -m pip install --force-reinstall --no-deps sglang-deepep-v2",
+        )
+    problem = reply.get("error") or reply.get("problem")
+    if problem:
+        command = re.search(r"`([^`]+)`", problem)
+        return Finding("overlay", "fail", problem, command and command[1])
+    if not reply["enabled"]:
+        return Finding("overlay", "warn", "SGLANG_OVERLAY=0: SGLang runs without the patch", "unset SGLANG_OVERLAY")
+    kinds = ", ".join(f"{count} {kind}" for kind, count in reply["kinds"].items() if count)
+    return Finding("overlay", "ok", f"sglang {reply['base']}, as locked; modules: {kinds}")
+
+
+def check_torch(machine: Machine) -> Finding:
+    """torch imports, and sees the GPU where there is one."""
+    reply = machine.probe("torch")
+    if "error" in reply:
+        return Finding("torch", "fail", f"import torch: {reply['error']}", "pip install torch")
+    built = f"torch {reply['version']}, " + (f"CUDA {reply['cuda']}" if reply["cuda"] else "no CUDA")
+    if reply["available"]:
+        return Finding("torch", "ok", f"{built}, {len(reply['devices'])} GPU(s)")
+    if machine.gpus and not reply["cuda"]:
+        version = reply["version"].partition("+")[0]
+        return machine.unavailable(
+            "torch", f"{built}, but a GPU is here", f"pip install --force-reinstall torch=={version}"
+        )
+    if machine.gpus:
+        problem = f"{built}, but torch.cuda.is_available() is False (driver {machine.gpus[0].driver})"
+        return machine.unavailable(
+            "torch", problem, f"install a driver for CUDA {reply['cuda']}, or a torch for this driver"
+        )
+    return Finding("torch", "ok", f"{built}: enough for the CPU reference transport")
+
+
+def check_deep_ep(machine: Machine) -> Finding:
+    """deep_ep imports (its own host checks included) and has an elastic buffer."""
+    if machine.flag(USE_REFERENCE):
+        return Finding("deep_ep", "warn", f"{USE_REFERENCE} is on: slow, for tests only", f"unset {USE_REFERENCE}")
+    reply = machine.probe("deep_ep")
+    if reply.get("missing") == "deep_ep":
+        return machine.unavailable("deep_ep", "deep_ep is not installed", _DEEP_EP)
+    if "error" in reply:
+        problem = f"import deep_ep: {reply['error_type']}: {reply['error']}"
+        return machine.unavailable("deep_ep", problem, _deep_ep_fix(machine, reply["error"]))
+    wheel = "".join(f" ({name} {version})" for name, version in reply["wheels"].items())
+    if reply["buffer"] is None:
+        problem = f"deep_ep {reply['version']}{wheel} has no ElasticBuffer: it is DeepEP V1"
+        return machine.unavailable("deep_ep", problem, _DEEP_EP)
+    return Finding("deep_ep", "ok", f"deep_ep {reply['version']}{wheel}, {reply['buffer']}")
+
+
+def _deep_ep_fix(machine: Machine, error: str) -> str:
+    """The command for one of deep_ep's import-time refusals."""
+    cuda = (machine.probe("torch").get("cuda") or "13").partition(".")[0]
+    if "Duplicate NCCL" in error:
+        return "keep one libnccl.so: unset LD_PRELOAD and LD_LIBRARY_PATH entries that name the other one"
+    if "NCCL" in error or "nccl" in error:
+        return f"pip install --force-reinstall --no-deps nvidia-nccl-cu{cuda}==2.30.7"
+    if "does not provide CUDA" in error or "requires CUDA" in error:
+        return "install a torch and an sgl-deep-ep of the same CUDA major version"
+    if "driver" in error:
+        return "nvidia-smi (the driver must show a device; in a container, start it with --gpus all)"
+    if "undefined symbol" in error or "cannot open shared object" in error:
+        return f"{_DEEP_EP} (it must match the torch it was built for: see its Requires-Dist)"
+    return _DEEP_EP
+
+
+def check_nccl(machine: Machine) -> Finding:
+    """The NCCL this process maps, which need not be the one torch was built with."""
+    reply = machine.probe("torch")
+    if "error" in reply:
+        return Finding("nccl", "warn", "not examined: torch does not import")
+    files = list(dict.fromkeys([*reply["nccl_files"], *machine.probe("deep_ep").get("nccl_files", [])]))
+    if not files:
+        if machine.needs_gpu_stack:
+            return Finding("nccl", "fail", "importing torch maps no libnccl.so", "install a CUDA build of torch")
+        return Finding("nccl", "ok", "none mapped; the reference transport uses gloo")
+    if len(files) > 1:
+        fix = "keep one: unset LD_PRELOAD and LD_LIBRARY_PATH entries that name the other one"
+        return machine.unavailable("nccl", f"two NCCL libraries in one process: {' and '.join(files)}", fix)
+    loaded = _nccl_version(reply["nccl"])
+    built = tuple(reply["nccl_built"] or ())
+    seen = f"NCCL {_dotted(loaded) if loaded else 'of unreadable version'} from {files[0]}"
+    if built and loaded and built[:3] != loaded:
+        seen += f" (torch was built with {_dotted(built)})"
+    buffer = machine.probe("deep_ep").get("buffer") or "ElasticBuffer"
+    least = _NCCL_MIN[buffer]
+    if loaded and loaded < least:
+        cuda = (reply["cuda"] or "13").partition(".")[0]
+        wanted = "2.30.7" if buffer == "ElasticBuffer" else _dotted(least)
+        fix = f"pip install --force-reinstall --no-deps nvidia-nccl-cu{cuda}=={wanted}"
+        return machine.unavailable("nccl", f"{seen}; {buffer} needs {_dotted(least)} or newer", fix)
+    return Finding("nccl", "ok" if loaded else "warn", seen)
+
+
+def _nccl_version(number: int) -> tuple[int, int, int] | None:
+    """ncclGetVersion's integer as (major, minor, patch); None for 0."""
+    return (number // 10000, number // 100 % 100, number % 100) if number else None
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def check_deep_gemm(machine: Machine) -> Finding:
+    """DeepGEMM imports, takes the psum layout, and asks for the alignment the dispatcher uses."""
+    reply = machine.probe("deep_gemm")
+    if reply.get("missing") == "deep_gemm":
+        return machine.unavailable("deep_gemm", "deep_gemm is not installed", _DEEP_GEMM)
+    if "error" in reply:
+        return machine.unavailable("deep_gemm", f"deep_gemm: {reply['error_type']}: {reply['error']}", _DEEP_GEMM)
+    seen, alignment = f"deep_gemm {reply['version']}", reply["alignment"]
+    lacking = [name for name, there in reply["psum"].items() if not there]
+    if lacking:
+        problem = f"{seen} has no use_psum_layout in {', '.join(lacking)}: prefill takes the labels pipeline"
+        return Finding("deep_gemm", "warn", problem, _DEEP_GEMM)
+    if alignment is not None and EXPERT_ALIGNMENT % alignment:
+        problem = f"{seen} aligns rows to {alignment}, which does not divide expert_alignment {EXPERT_ALIGNMENT}"
+        return machine.unavailable(
+            "deep_gemm", problem, f"deep_gemm.set_mk_alignment_for_contiguous_layout({EXPERT_ALIGNMENT})"
+        )
+    if alignment != EXPERT_ALIGNMENT:
+        known = "an unknown alignment" if alignment is None else f"alignment {alignment}"
+        problem = f"{seen} reports {known}, not {EXPERT_ALIGNMENT}: prefill takes the labels pipeline"
+        return Finding("deep_gemm", "warn", problem, _DEEP_GEMM)
+    return Finding("deep_gemm", "ok", f"{seen}, psum layout, alignment {alignment}")
+
+
+def check_toolkit(machine: Machine) -> Finding:
+    """nvcc and a host compiler for the just-in-time kernels of DeepEP and DeepGEMM."""
+    if not machine.needs_gpu_stack:
+        return Finding("toolkit", "ok", "not needed: nothing is compiled for a GPU here")
+    home = _cuda_home(machine)
+    nvcc = machine.env.get("EP_JIT_NVCC_COMPILER") or (home and str(home / "bin" / "nvcc"))
+    if not nvcc or not os.access(nvcc, os.X_OK):
+        where = nvcc or "CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda"
+        fix = "install the CUDA toolkit and export CUDA_HOME=/path/to/cuda"
+        return Finding("toolkit", "fail", f"no nvcc at {where}: DeepEP and DeepGEMM compile kernels at first use", fix)
+    done = machine.run([nvcc, "--version"], timeout_s=30)
+    match = re.search(r"release (\d+)\.(\d+)", done.out)
+    if match is None:
+        said = (done.err or done.out).strip().splitlines()[-1:] or ["no output"]
+        return Finding(
+            "toolkit",
+            "fail",
+            f"{nvcc} --version does not answer: {said[0]}",
+            "export CUDA_HOME=/path/to/cuda",
+        )
+    version = (int(match[1]), int(match[2]))
+    seen = f"nvcc {match[1]}.{match[2]} at {nvcc}"
+    if version < _NVCC_MIN:
+        return Finding(
+            "toolkit",
+            "fail",
+            f"{seen}; DeepEP needs {_dotted(_NVCC_MIN)} or newer",
+            "export CUDA_HOME=/path/to/newer/cuda",
+        )
+    if machine.which("c++") is None and machine.which("g++") is None:
+        return Finding("toolkit", "fail", f"{seen}, but no host C++ compiler on PATH", "apt-get install g++")
+    cuda = machine.probe("torch").get("cuda")
+    if cuda and cuda.partition(".")[0] != match[1]:
+        fix = f"export CUDA_HOME=/usr/local/cuda-{cuda}"
+        return Finding("toolkit", "warn", f"{seen}, torch was built for CUDA {cuda}", fix)
+    return Finding("toolkit", "ok", seen)
+
+
+def _cuda_home(machine: Machine) -> Path | None:
+    """The toolkit folder, by the rule that DeepEP and DeepGEMM share."""
+    named = machine.env.get("CUDA_HOME") or machine.env.get("CUDA_PATH")
+    if named:
+        return Path(named)
+    found = machine.which("nvcc")
+    if found:
+        return Path(found).parent.parent
+    usual = Path("/usr/local/cuda")
+    return usual if usual.exists() else None
+
+
+CHECKS = (check_overlay, check_torch, check_deep_ep, check_nccl, check_deep_gemm, check_toolkit)

@@ -1,0 +1,402 @@
+"""The doctor's checks of settings and launch commands, its child processes, and the command itself."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from doctor_fakes import CAPACITY, LAUNCH, OVERLAY, expect, with_gpus, without_gpu
+from sglang_deepep_v2.doctor import doctor, examine, hardware, settings
+from sglang_deepep_v2.doctor.launch import check_launch, read_command
+from sglang_deepep_v2.doctor.machine import USE_REFERENCE, Finding, Machine
+
+
+@pytest.fixture
+def cpu(tmp_path):
+    return without_gpu(tmp_path)
+
+
+@pytest.fixture
+def gpu(tmp_path):
+    return with_gpus(tmp_path)
+
+
+# settings
+
+
+def test_known_variables_are_those_the_installed_registry_has():
+    from sglang.srt.environ import Envs
+
+    assert set(settings.known_variables()) == {name for name in vars(Envs) if name.startswith(settings.PREFIX)}
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("SGLANG_DEEPEP_V2_PREFILL_DO_EXPAND", "SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND"),
+        ("SGLANG_DEEPEP_V2_ENABLE_PREFIL_EXPAND", "SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND"),
+        ("sglang_deepep_v2_num_sms", "SGLANG_DEEPEP_V2_NUM_SMS"),
+        ("SGLANG_DEEPEPV2_NUM_SMS", "SGLANG_DEEPEP_V2_NUM_SMS"),
+        ("DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK", CAPACITY),
+        ("SGLANG_DEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK", CAPACITY),
+    ],
+)
+def test_misspelt_variable_is_named_with_the_nearest(cpu, name, nearest):
+    finding = settings.check_variables(cpu(env={name: "7"}))
+    expect(finding, "fail", name, nearest, fix=f"unset {name}; export {nearest}=7")
+
+
+def test_unknown_variable_without_a_near_name(cpu):
+    name = "SGLANG_DEEPEP_V2_QQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQQ"
+    expect(settings.check_variables(cpu(env={name: "1"})), "fail", "read by nothing", fix=f"unset {name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "part"),
+    [
+        ("SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND", "on", "not a boolean"),
+        ("SGLANG_DEEPEP_V2_NUM_SMS", "many", "not an integer"),
+        (CAPACITY, "0", "below 1"),
+        ("SGLANG_DEEPEP_V2_NUM_SMS", "-1", "below 0"),
+        ("NCCL_CUMEM_ENABLE", "0", "cuMem"),
+    ],
+)
+def test_bad_values(cpu, name, value, part):
+    expect(settings.check_variables(cpu(env={name: value})), "fail", part)
+
+
+def test_variables_that_are_fine_or_doubtful(cpu):
+    others = {
+        "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": "64",
+        "NCCL_CUMEM_ENABLE": "1",
+        "UNRELATED": "x",
+    }
+    expect(settings.check_variables(cpu(env=others)), "ok", "at their defaults")
+    fine = {
+        CAPACITY: "4096",
+        "SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND": "True",
+        "SGLANG_DEEPEP_V2_NUM_SMS": "0",
+    }
+    expect(settings.check_variables(cpu(env=fine)), "ok", "NUM_MAX_DISPATCH_TOKENS_PER_RANK=4096", "NUM_SMS=0")
+    expect(settings.check_variables(cpu(env={"EP_REUSE_NCCL_COMM": "1"})), "warn", fix="unset EP_REUSE_NCCL_COMM")
+
+
+def test_caches_defaults_and_overrides(cpu, tmp_path):
+    found = settings.check_caches(cpu())
+    assert [f.level for f in found] == ["ok"] * 3
+    home = tmp_path / "home"
+    for finding, folder in zip(found, (".cache/sglang/deep_gemm", ".deep_ep", ".cache/sglang/triton")):
+        expect(finding, "ok", str(home / folder), "ext4")
+    moved = {
+        "SGLANG_DG_CACHE_DIR": f"{tmp_path}/a",
+        "EP_JIT_CACHE_DIR": f"{tmp_path}/b",
+        "TRITON_CACHE_DIR": f"{tmp_path}/c",
+    }
+    for finding, letter in zip(settings.check_caches(cpu(env=moved)), "abc"):
+        expect(finding, "ok", f"{tmp_path}/{letter}")
+    ignored = settings.check_caches(cpu(env={"DG_JIT_CACHE_DIR": "/elsewhere"}))[0]
+    expect(ignored, "warn", "overwritten by SGLang", fix="export SGLANG_DG_CACHE_DIR=/elsewhere")
+    # SGLANG_CACHE_DIR moves the two caches that SGLang places, not DeepEP's.
+    all_moved = settings.check_caches(cpu(env={"SGLANG_CACHE_DIR": f"{tmp_path}/all"}))
+    assert [f"{tmp_path}/all" in f.message for f in all_moved] == [True, False, True]
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.s3fs", "ceph"])
+def test_cache_on_a_network_file_system(cpu, tmp_path, kind):
+    machine = cpu()
+    mounts = f"/dev/root / ext4 rw 0 0\nserver:/export {tmp_path}/home {kind} rw 0 0\n"
+    (tmp_path / "proc" / "mounts").write_text(mounts)
+    for finding in settings.check_caches(machine):
+        expect(finding, "warn", kind, f"{tmp_path}/home", fix="-cache")
+
+
+def test_cache_that_cannot_be_used(cpu, tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    expect(settings.check_caches(cpu(env={"EP_JIT_CACHE_DIR": str(file)}))[1], "fail", "not a directory")
+    expect(settings.check_caches(cpu(env={"EP_JIT_CACHE_DIR": "/proc/deep_ep"}))[1], "fail", "cannot be written")
+    machine = cpu()
+    (tmp_path / "proc" / "mounts").write_text(f"/dev/root / ext4 rw 0 0\ntmpfs {tmp_path}/home tmpfs rw,noexec 0 0\n")
+    assert [f.level for f in settings.check_caches(machine)] == ["ok", "ok", "fail"]
+    monkeypatch.setattr(settings, "_MIN_FREE", 1 << 62)
+    expect(settings.check_caches(cpu())[0], "warn", "MiB free")
+
+
+def test_mount_points_with_spaces_and_overmounts(cpu, tmp_path):
+    machine = cpu()
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    escaped = str(folder).replace(" ", "\\040")
+    (tmp_path / "proc" / "mounts").write_text(f"x {escaped} ext4 rw 0 0\ny {escaped} nfs rw 0 0\nz / xfs rw 0 0\n")
+    assert settings._mount_of(machine, folder)[1] == "nfs"
+    assert settings._mount_of(machine, tmp_path)[1] == "xfs"
+
+
+# launch command
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "argv"),
+    [
+        ("python -m sglang.launch_server --tp 8", {}, ["--tp", "8"]),
+        (
+            "env A=1 B=x=y /usr/bin/python3 -m sglang.launch_server --tp 8",
+            {"A": "1", "B": "x=y"},
+            ["--tp", "8"],
+        ),
+        ("sglang serve org/model --tp 8", {}, ["--model-path", "org/model", "--tp", "8"]),
+        ("sglang serve --tp 8", {}, ["--tp", "8"]),
+    ],
+)
+def test_read_command(words, env, argv):
+    launch = read_command(words.split())
+    assert (launch.env, launch.argv, launch.problem) == (env, argv, None)
+
+
+def test_a_command_that_starts_no_server(cpu):
+    expect(check_launch(cpu(), read_command(["python", "train.py"])), "fail", "python train.py", fix="doctor --")
+
+
+def test_launch_findings(cpu, gpu):
+    launch = read_command(["python", "-m", "sglang.launch_server", "--tp", "2"])
+    check = lambda reply, machine=gpu: check_launch(machine({"launch": reply}), launch)  # noqa: E731
+    done = {**LAUNCH, "required": 1024, "device": "cuda"}
+    expect(check(done), "ok", "tp 2", "up to 1024 tokens per rank, capacity 4096")
+    expect(check(done, cpu), "ok", "no GPU is here")
+    expect(check({**LAUNCH, "role": "decode", "device": "cuda"}), "ok", "decode role", "4096")
+    expect(check({**done, "backend": "none"}), "warn", "--moe-a2a-backend none", fix="deepep_v2")
+    expect(check({**done, "tp": 4}), "fail", "needs 4 GPUs on this node, 2 visible")
+    expect(check({**done, "tp": 4, "nnodes": 2}), "ok", "2 node(s)")
+    refused = {
+        "stage": "resolve",
+        "error_type": "ValueError",
+        "error": f"{CAPACITY}: required=1025, capacity=128.",
+    }
+    expect(check(refused), "fail", "required=1025", fix=f"export {CAPACITY}=1025")
+    direct = {**refused, "error": "direct cannot run across nodes (nnodes=2); pass --deepep-v2-mode hybrid."}
+    expect(check(direct), "fail", fix="--deepep-v2-mode hybrid")
+    parse = {"stage": "parse", "error_type": "SystemExit", "error": "error: unrecognized arguments: --tpp 2"}
+    expect(check(parse), "fail", "--tpp", fix="--help")
+    absent = {"stage": "resolve", "error_type": "OSError", "error": "no config.json", "absent": True}
+    expect(check(absent), "warn", "not on this machine", "no config.json")
+    odd = {"stage": "resolve", "error_type": "AttributeError", "error": "no attribute 'split'", "absent": False}
+    expect(check(odd), "fail", "AttributeError: no attribute 'split'")
+    expect(check({"stage": "import", "error_type": "ImportError", "error": "x"}), "fail", "does not import")
+    expect(check({"error_type": "timeout", "error": "no answer within 120 s"}), "fail", "no answer within 120 s")
+
+
+def test_a_cuda_command_is_not_held_against_the_cpu_transport(cpu, gpu):
+    def transport_seen(machine, device):
+        check_launch(machine, read_command(f"python -m sglang.launch_server --device {device}".split()))
+        assert machine.child_env["launch"]["HF_HUB_OFFLINE"] == "1"
+        return machine.child_env["launch"].get(USE_REFERENCE)
+
+    probes = {"launch": {**LAUNCH, "device": "cuda", "required": 1}}
+    assert transport_seen(cpu(probes), "cuda") == "0"
+    assert transport_seen(cpu(probes), "cpu") is None
+    assert transport_seen(gpu(probes), "cuda") is None
+
+
+# the whole
+
+
+def test_examine_never_raises(cpu, monkeypatch):
+    def broken(machine):
+        raise KeyError("surprise")
+
+    monkeypatch.setattr(hardware, "CHECKS", (broken,))
+    findings = examine(cpu({"overlay": OVERLAY}))
+    assert Finding("doctor", "fail", "a check failed itself: KeyError: 'surprise'") in findings
+    assert {"overlay", "torch", "gin", "variables"} <= {f.check for f in findings}
+
+
+def test_examine_takes_the_node_count_from_the_command(gpu):
+    launch = read_command("python -m sglang.launch_server --nnodes 2 --tp 4".split())
+    machine = gpu(
+        {
+            "overlay": OVERLAY,
+            "launch": {**LAUNCH, "tp": 4, "nnodes": 2, "required": 8, "device": "cuda"},
+        }
+    )
+    by_check = {f.check: f for f in examine(machine, launch)}
+    expect(by_check["gin"], "fail", "2 nodes")
+    expect(by_check["launch"], "ok")
+
+
+def fake_site(root, **modules):
+    """A folder for PYTHONPATH with modules of the given sources."""
+    site = root / "site"
+    site.mkdir(exist_ok=True)
+    for name, source in modules.items():
+        (site / f"{name}.py").write_text(textwrap.dedent(source))
+    return {"HOME": str(root), "PATH": os.environ["PATH"], "PYTHONPATH": str(site)}
+
+
+def test_children_that_crash_hang_or_print_rubbish(tmp_path):
+    machine = Machine(fake_site(tmp_path, deep_ep="import os\nos.kill(os.getpid(), 11)"))
+    assert machine.probe("deep_ep") == {"error": "killed by SIGSEGV: no message", "error_type": "signal"}
+    slow = fake_site(tmp_path, deep_ep="import subprocess, time\nsubprocess.Popen(['sleep', '60'])\ntime.sleep(60)")
+    assert Machine(slow, timeout_s=2).probe("deep_ep") == {
+        "error": "no answer within 2 s",
+        "error_type": "timeout",
+    }
+    leaves = fake_site(tmp_path, deep_ep="raise SystemExit(3)")
+    assert Machine(leaves).probe("deep_ep")["error_type"] == "SystemExit"
+    noisy = fake_site(tmp_path, deep_ep="print('half a line', end='')\n__version__ = '2.5.0'\nEPBuffer = object")
+    reply = Machine(noisy).probe("deep_ep")
+    assert (reply["version"], reply["buffer"]) == ("2.5.0", "EPBuffer")
+
+
+def test_probe_of_deep_gemm_reads_signatures_and_docstrings(tmp_path):
+    source = """
+        def m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout, use_psum_layout=False): ...
+        def m_grouped_bf16_gemm_nt_contiguous(a, b, d, layout): ...
+        def get_mk_alignment_for_contiguous_layout(): return 128
+        __version__ = "9"
+    """
+    reply = Machine(fake_site(tmp_path, deep_gemm=source)).probe("deep_gemm")
+    assert reply["psum"] == {
+        "m_grouped_fp8_gemm_nt_contiguous": True,
+        "m_grouped_bf16_gemm_nt_contiguous": False,
+    }
+    assert (reply["version"], reply["alignment"]) == ("9", 128)
+    compiled = """
+        class Op:
+            __signature__ = "none"
+            def __init__(self, text): self.__doc__ = text
+            def __call__(self, *a): ...
+        m_grouped_fp8_gemm_nt_contiguous = Op("f(a, b, use_psum_layout)")
+        m_grouped_bf16_gemm_nt_contiguous = Op("f(a, b)")
+    """
+    reply = Machine(fake_site(tmp_path, deep_gemm=compiled)).probe("deep_gemm")
+    assert list(reply["psum"].values()) == [True, False] and reply["alignment"] is None
+
+
+def test_probe_of_torch_finds_the_mapped_nccl(tmp_path):
+    library = next(line.split()[-1] for line in open("/proc/self/maps") if ".so" in line)
+    (tmp_path / "libnccl.so.2").write_bytes(open(library, "rb").read())
+    torch = f"""
+        import mmap, types
+        file = open("{tmp_path}/libnccl.so.2", "rb")
+        held = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        __version__ = "2.14.1"
+        version = types.SimpleNamespace(cuda="13.0")
+        cuda = types.SimpleNamespace(is_available=lambda: False, nccl=types.SimpleNamespace(version=lambda: (2, 29, 3)))
+    """
+    reply = Machine(fake_site(tmp_path, torch=torch)).probe("torch")
+    assert reply["nccl_files"] == [f"{tmp_path}/libnccl.so.2"]
+    assert reply["nccl_built"] == [2, 29, 3] and reply["nccl"] == 0
+
+
+def test_importing_the_doctor_is_light():
+    code = (
+        "import sys, sglang_deepep_v2.doctor; print([m for m in ('torch', 'sglang.srt', 'numpy') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
+
+
+app = typer.Typer()
+app.command()(doctor)
+app.callback()(lambda: None)
+
+
+def checkpoint(folder, **changes):
+    config = dict(
+        architectures=["Qwen3MoeForCausalLM"],
+        model_type="qwen3_moe",
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=256,
+        moe_intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=2048,
+        torch_dtype="bfloat16",
+    )
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return str(folder)
+
+
+def run_doctor(*words, **env):
+    done = CliRunner().invoke(app, ["doctor", "--json", *words], env=env)
+    report = json.loads(done.stdout)
+    assert report["ok"] == (done.exit_code == 0) == (report["counts"]["fail"] == 0)
+    return {f["check"]: f for f in report["findings"]}
+
+
+def test_command_on_this_machine(tmp_path):
+    """End to end on whatever machine this is, with a launch command whose budget does not fit."""
+    command = f"python -m sglang.launch_server --model-path {checkpoint(tmp_path / 'm')} --moe-a2a-backend deepep_v2"
+    words = f"{CAPACITY}=1023 {command} --tp 8 --device cuda --chunked-prefill-size 8192".split()
+    found = run_doctor("--", *words)
+    assert found["overlay"]["level"] == "ok" and found["torch"]["level"] == "ok"
+    assert found["launch"]["level"] == "fail", found["launch"]
+    assert "required=1024, capacity=1023" in found["launch"]["message"]
+    assert found["launch"]["fix"] == f"export {CAPACITY}=1024"
+    assert "NUM_MAX_DISPATCH_TOKENS_PER_RANK=1023" in found["variables"]["message"]
+
+
+def test_launch_command_that_fits(tmp_path):
+    words = f"sglang serve {checkpoint(tmp_path / 'm')} --moe-a2a-backend deepep_v2 --tp 2 --device cuda"
+    launch = read_command([*words.split(), "--chunked-prefill-size", "1000", "--max-prefill-tokens", "1000"])
+    finding = check_launch(Machine({**os.environ, CAPACITY: "500"}), launch)
+    if "needs 2 GPUs" in finding.message:
+        pytest.skip("this machine has one GPU")
+    expect(finding, "ok", "up to 500 tokens per rank, capacity 500")
+
+
+def test_probe_of_a_launch_command_reports_the_stage_it_reached(tmp_path):
+    """SGLang replaced by a few lines, so that each way to fail costs no import of the real one."""
+    package = tmp_path / "site" / "sglang" / "srt"
+    (package / "plugins").mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").write_text("")
+    (package / "plugins" / "__init__.py").write_text("def load_plugins(): ...")
+    source = """
+        import argparse, sys
+        class Args:
+            def resolve_once(self): raise {raised}
+        def prepare_server_args(argv):
+            parser = argparse.ArgumentParser()
+            parser.add_argument("--tp", type=int)
+            parser.parse_args(argv)
+            return Args()
+    """
+
+    def probe(raised, *argv):
+        (package / "server_args.py").write_text(textwrap.dedent(source).format(raised=raised))
+        env = {**fake_site(tmp_path), "SGLANG_OVERLAY": "0"}
+        return Machine(env).probe("launch", *argv)
+
+    reply = probe("ValueError('too big')", "--tp", "8")
+    assert (reply["stage"], reply["error"], reply["absent"]) == ("resolve", "too big", False)
+    assert probe("OSError('no config')")["absent"] is True
+    wrong = probe("ValueError('too big')", "--tpp")
+    assert wrong["stage"] == "parse" and "unrecognized arguments: --tpp" in wrong["error"]
+    (package / "server_args.py").write_text("import nowhere_to_be_found")
+    reply = Machine({**fake_site(tmp_path), "SGLANG_OVERLAY": "0"}).probe("launch")
+    assert reply["stage"] == "import" and reply["error_type"] == "ModuleNotFoundError"
+
+
+def test_lines_and_exit_status(monkeypatch):
+    import sglang_deepep_v2.doctor as package
+
+    found = [Finding("torch", "ok", "fine"), Finding("deep_ep", "fail", "two\nlines", "pip install x")]
+    monkeypatch.setattr(package, "examine", lambda machine, launch: found)
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 1
+    assert done.stdout.splitlines() == ["ok    torch    fine", "fail  deep_ep  two lines  -> pip install x"]
+    found.pop()
+    assert CliRunner().invoke(app, ["doctor"]).exit_code == 0
