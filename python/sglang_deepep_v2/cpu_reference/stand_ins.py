@@ -43,13 +43,12 @@ def register() -> None:
                 f"CPU reference: the stand-in {stand_in.__name__} does not fit this SGLang ({exc!r}); "
                 "`sglang-deepep-v2 status` tells which versions were verified"
             ) from exc
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     logger.info(
         "CPU reference: %d stand-ins installed (%s); Triton kernels %s",
         len(_STAND_INS),
         ", ".join(stand_in.__name__ for stand_in in _STAND_INS),
         "run interpreted"
-        if interpreted
+        if _interpreted()
         else "cannot run: set TRITON_INTERPRET=1 for non-expanded prefill and for decode",
     )
 
@@ -131,6 +130,25 @@ def stream_capture_query() -> None:
         torch.cuda.is_current_stream_capturing = lambda: False
 
 
+def interpreted_kernels() -> None:
+    """Triton's interpreter truncates where GPUs round and loops over plain integers; SGLang's kernels need neither."""
+    from sglang_deepep_v2.cpu_reference import triton_interpreter
+
+    triton_interpreter.install()
+
+
+def interpreted_loops() -> None:
+    """Under TRITON_INTERPRET=1, SGLang's scatter and gather kernels need loop variables that are Triton scalars."""
+    if _interpreted():
+        from sglang_deepep_v2.cpu_reference import triton_loops
+
+        triton_loops.install()
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 _STAND_INS: tuple[Callable[[], None], ...] = (
     grouped_gemms,
     fp8_quantization,
@@ -139,6 +157,7 @@ _STAND_INS: tuple[Callable[[], None], ...] = (
     torch_native_attention,
     host_tensors,
     stream_capture_query,
+    interpreted_kernels,
 )
 
 
