@@ -131,17 +131,11 @@ def stream_capture_query() -> None:
 
 
 def interpreted_kernels() -> None:
-    """Triton's interpreter truncates where GPUs round and loops over plain integers; SGLang's kernels need neither."""
-    from sglang_deepep_v2.cpu_reference import triton_interpreter
-
-    triton_interpreter.install()
-
-
-def interpreted_loops() -> None:
-    """Under TRITON_INTERPRET=1, SGLang's scatter and gather kernels need loop variables that are Triton scalars."""
+    """Triton's interpreter truncates casts and loops over Python ints; SGLang's kernels rely on what GPUs do."""
     if _interpreted():
-        from sglang_deepep_v2.cpu_reference import triton_loops
+        from sglang_deepep_v2.cpu_reference import triton_casts, triton_loops
 
+        triton_casts.install()
         triton_loops.install()
 
 
