@@ -1,0 +1,141 @@
+"""The ElasticBuffer is built once before serving, by the call that ModelRunner delegates, and only for deepep_v2."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.nn as nn
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.moe.token_dispatcher.deepep_v2 import DeepEPv2Dispatcher
+from sglang.srt.layers.moe.utils import MoeA2ABackend
+from sglang.srt.model_executor import model_runner, moe_ep_setup
+from sglang.srt.model_executor.model_runner_components import moe_ep_setup as components
+from sglang.srt.model_executor.moe_ep_setup import maybe_prebuild_deepep_v2_buffers
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+from sglang.srt.model_executor.runner.eager_runner import EagerRunner
+
+from resolved_args import write_config
+
+PROBE = Path(__file__).with_name("dispatch_probe.py")
+
+
+class Buffer:
+    """The process-wide buffer's key, and how often it was built."""
+
+    def __init__(self):
+        self.key, self.builds = None, 0
+
+
+class RecordingDispatcher(DeepEPv2Dispatcher):
+    """A dispatcher of one key over a shared ``Buffer``; nothing of the real one is set up."""
+
+    def __init__(self, buffer: Buffer, key: str = "fp8"):
+        self.buffer, self.key = buffer, key
+
+    def buffer_is_built(self) -> bool:
+        return self.buffer.key == self.key
+
+    def prebuild(self) -> None:
+        self.buffer.key = self.key
+        self.buffer.builds += 1
+
+
+class Layer(FusedMoE):
+    def __init__(self, dispatcher):
+        nn.Module.__init__(self)
+        self.dispatcher = dispatcher
+
+
+@pytest.fixture
+def buffer() -> Buffer:
+    return Buffer()
+
+
+@pytest.fixture(autouse=True)
+def backend(monkeypatch) -> SimpleNamespace:
+    chosen = SimpleNamespace(value=MoeA2ABackend.DEEPEP_V2)
+    monkeypatch.setattr(moe_ep_setup, "get_moe_a2a_backend", lambda: chosen.value)
+    return chosen
+
+
+def model_of(*dispatchers) -> nn.Module:
+    return nn.Sequential(nn.Linear(1, 1), *(Layer(dispatcher) for dispatcher in dispatchers))
+
+
+def graph_runner(cls):
+    return cls.__new__(cls)
+
+
+@pytest.mark.parametrize("runner", [None, EagerRunner], ids=["no runner", "eager"])
+def test_builds_once_for_all_layers(buffer, runner):
+    model = model_of(RecordingDispatcher(buffer), RecordingDispatcher(buffer))
+    decode_cuda_graph_runner = runner and graph_runner(runner)
+    maybe_prebuild_deepep_v2_buffers(model=model, decode_cuda_graph_runner=decode_cuda_graph_runner)
+    assert buffer.builds == 1
+    maybe_prebuild_deepep_v2_buffers(model=model, decode_cuda_graph_runner=decode_cuda_graph_runner)
+    assert buffer.builds == 1
+
+
+def test_captured_decode_graph_has_built_it(buffer):
+    model = model_of(RecordingDispatcher(buffer))
+    maybe_prebuild_deepep_v2_buffers(model=model, decode_cuda_graph_runner=graph_runner(DecodeCudaGraphRunner))
+    assert buffer.builds == 0
+
+
+def test_key_tells_of_a_capture_where_the_runner_is_unknown(buffer):
+    buffer.key = "fp8"
+    maybe_prebuild_deepep_v2_buffers(model=model_of(RecordingDispatcher(buffer)))
+    assert buffer.builds == 0
+
+
+def test_buffer_of_another_key_is_not_enough(buffer):
+    buffer.key = "bf16"
+    maybe_prebuild_deepep_v2_buffers(model=model_of(RecordingDispatcher(buffer)))
+    assert (buffer.key, buffer.builds) == ("fp8", 1)
+
+
+@pytest.mark.parametrize("other", [b for b in MoeA2ABackend if b is not MoeA2ABackend.DEEPEP_V2])
+def test_other_backends_are_untouched(buffer, backend, other):
+    backend.value = other
+    maybe_prebuild_deepep_v2_buffers(model=model_of(RecordingDispatcher(buffer)))
+    assert buffer.builds == 0
+
+
+def test_layers_of_another_dispatcher_are_passed_over(buffer):
+    maybe_prebuild_deepep_v2_buffers(model=model_of(object()))
+    maybe_prebuild_deepep_v2_buffers(model=model_of(object(), RecordingDispatcher(buffer)))
+    assert buffer.builds == 1
+    maybe_prebuild_deepep_v2_buffers(model=nn.Linear(1, 1))
+
+
+def test_model_runner_calls_the_patch(buffer):
+    """model_runner.py binds the name at import; it is the patch's function that it got."""
+    assert model_runner.prebuild_deepep_v2_buffer is components.prebuild_deepep_v2_buffer
+    assert "prebuild_deepep_v2_buffer" in model_runner.ModelRunner.init_cuda_graphs.__code__.co_names
+    model_runner.prebuild_deepep_v2_buffer(model=model_of(RecordingDispatcher(buffer)))
+    assert buffer.builds == 1
+
+
+def test_start_up_builds_it_before_the_first_forward(tmp_path):
+    """Real ranks, started as a scheduler starts them: the buffer stands on both; the prefill role of PD included."""
+    write_config(tmp_path)
+    common = {"tp_size": 2, "chunked_prefill_size": 64}
+    prefill_role = {"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "fake"}
+    cases = [
+        {"arguments": common, "batches": [[[8]]]},
+        {"arguments": common | prefill_role, "batches": [[[8]]]},
+    ]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(PROBE), str(tmp_path), json.dumps(cases)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK": "64"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    for ranks in json.loads(done.stdout.splitlines()[-1]):
+        assert [rank["prebuilt"] for rank in ranks] == [True, True]
