@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import torch
+from activation_counts import expanded_psum, num_bytes
 
 # Rotated so that a replay does not read what the previous one left in the L2 cache.
 NUM_INPUTS = 4
 
 
-def expanded_psum(counts: list[int], alignment: int) -> tuple[list[int], int]:
-    """(psum, rows) of an expanded receive: every expert's segment starts at a multiple of ``alignment``."""
-    psum, start = [], 0
-    for count in counts:
-        psum.append(start + count)
-        start = -(-psum[-1] // alignment) * alignment
-    return psum, start
-
-
-def num_bytes(rows: int, intermediate: int) -> int:
-    """Bytes moved for ``rows`` valid rows: bf16 gate and up in, FP8 out, fp32 scales out, fp32 row weight in."""
-    return rows * (2 * 2 * intermediate + intermediate + intermediate // 128 * 4 + 4)
-
-
 def activation_inputs(worker, num_inputs: int = NUM_INPUTS, alignment: int = 128):
-    """(``num_inputs`` gate-ups ``[rows, 2 * intermediate]`` bf16, row weights, psum, valid rows) of the worker's input."""
+    """``num_inputs`` gate-ups ``[rows, 2 * intermediate]`` bf16, row weights, psum and valid rows of the input."""
     local_ids = worker.topk_ids.flatten().long() % worker.local_experts
     counts = torch.bincount(local_ids, minlength=worker.local_experts).tolist()
     ends, rows = expanded_psum(counts, alignment)
@@ -38,7 +25,7 @@ def activation_inputs(worker, num_inputs: int = NUM_INPUTS, alignment: int = 128
 
 
 def activation_bandwidth(worker, num_inputs: int = NUM_INPUTS) -> dict:
-    """Time (us) and bandwidth (GB/s) of ``swiglu_quant_expanded`` by graph replay; ``copy_gb_s`` was measured before."""
+    """Time (us) and bandwidth (GB/s) of ``swiglu_quant_expanded`` by graph replay, beside the copy bandwidth."""
     from sglang.srt.layers.moe.ep_moe.kernels import swiglu_quant_expanded
 
     gateups, weights, psum, valid = activation_inputs(worker, num_inputs)

@@ -65,6 +65,8 @@ class Side:
         environment.setdefault("EP_DISABLE_GIN", "1")
         environment.setdefault("HF_HUB_OFFLINE", "1")
         environment.setdefault("TRANSFORMERS_OFFLINE", "1")
+        if args.device == "cpu":
+            environment.setdefault("TRITON_INTERPRET", "1")
         environment["SGLANG_OVERLAY"] = "0" if name == "upstream" else "1"
         for rank in range(args.ep):
             command = [
@@ -338,9 +340,10 @@ class Bench:
                 "date": _now(),
             }
             records.append(self.out / "detail.jsonl", [record])
-            kernels = [{"path": path, "tokens": tokens, **kernel} for kernel in found.get("kernels", [])]
+            layer = {f: record[f] for f in ("ep", "hidden", "intermediate", "local_experts")}
+            kernels = [{"path": path, "tokens": tokens, **kernel, **layer} for kernel in found.get("kernels", [])]
             records.append(self.out / "profile.jsonl", [records.validate(k, records.PROFILE_FIELDS) for k in kernels])
-            timeline = {"path": path, "tokens": tokens, "ep": self.args.ep, "kernels": found.get("timeline", [])}
+            timeline = {"path": path, "tokens": tokens, **layer, "kernels": found.get("timeline", [])}
             records.append(self.out / "timeline.jsonl", [timeline])
             cells = [median, min(measured), max(measured), busy, waiting, found.get("host_us")]
             text = ["-" if cell is None else f"{cell:.1f}" for cell in cells]

@@ -349,7 +349,7 @@ class Worker:
         class Handler(logging.Handler):
             def emit(self, record: logging.LogRecord) -> None:
                 text = record.getMessage()
-                if "DeepEP v2" in text:
+                if text.startswith(("DeepEP v2 prefill", "DeepEP v2 buffer")):
                     lines.append(text)
 
         logger = logging.getLogger("sglang")

@@ -39,7 +39,8 @@ LAYER_FIELDS = (
     "commit",
     "date",
 )
-PROFILE_FIELDS = ("path", "tokens", "kernel", "us", "count")
+PROFILE_FIELDS = ("path", "tokens", "kernel", "us", "count", "ep", "hidden", "intermediate", "local_experts")
+TARGET = {"hidden": 6144, "intermediate": 2048, "local_experts": 16, "topk": 8}
 KEY_FIELDS = ("path", "tokens", "ep", "hidden", "intermediate", "local_experts", "topk", "gpu")
 SHAPE_FIELDS = ("ep", "hidden", "intermediate", "local_experts", "topk", "gpu")
 REGRESSION_LIMIT = 1.15
@@ -137,8 +138,7 @@ def groups(records: Iterable[dict]) -> Iterator[tuple[dict, dict[int, dict[str, 
 
 def is_target_shape(shape: dict) -> bool:
     """Whether ``RATIOS`` was set for this shape."""
-    wanted = {"hidden": 6144, "intermediate": 2048, "local_experts": 16, "topk": 8}
-    return all(shape[field] == value for field, value in wanted.items()) and "H200" in shape["gpu"]
+    return all(shape[field] == value for field, value in TARGET.items()) and "H200" in shape["gpu"]
 
 
 def ratio_rows(shape: dict, by_tokens: dict[int, dict[str, dict]]) -> list[tuple[str, int, float, float | None]]:

@@ -41,7 +41,7 @@ def named(name: str, local_experts: int) -> Shape:
 
 
 def write_model_config(folder: Path) -> Path:
-    """A small FP8 Qwen3-MoE config.json: SGLang resolves its arguments from a model; the layer's shape is set by hand."""
+    """A small FP8 Qwen3-MoE config.json, for SGLang to resolve its arguments from; the layer's shape is set apart."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],

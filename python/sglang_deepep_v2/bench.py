@@ -1,0 +1,90 @@
+"""`sglang-deepep-v2 bench`: the layer benchmark, its regression check, its plots. Imports neither torch nor SGLang."""
+
+import importlib.util
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+
+# The benchmark is part of the repository, not of the wheel.
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmark" / "deepep_v2"
+
+
+def bench(
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare with the committed records: exit 1 beyond 15 % slower.")
+    ] = False,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw the committed (or --out's) records and stop.")] = False,
+    records: Annotated[
+        Path | None, typer.Option(help="With --check: compare these layer.jsonl records instead of measuring.")
+    ] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="Tokens per rank; repeat for several.")] = None,
+    path: Annotated[list[str] | None, typer.Option(help="Only these paths; repeat for several.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="Named model shapes; repeat for several.")] = None,
+    local_experts: Annotated[list[int] | None, typer.Option(help="Experts per rank; repeat for several.")] = None,
+    ep: Annotated[int, typer.Option(help="Ranks, one GPU each.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Rounds; the sides alternate in each.")] = 7,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run without a GPU.")] = "cuda",
+    time_budget: Annotated[float, typer.Option(help="Seconds after which nothing new starts.")] = 1800.0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the JSONL files (default: the committed results).")
+    ] = None,
+) -> None:
+    """Time one MoE layer on every path: plain SGLang, this patch, DeepGEMM's fused kernel, and the floor."""
+    if not BENCHMARK.is_dir():
+        typer.echo(f"bench runs from a checkout of the repository: {BENCHMARK} does not exist", err=True)
+        raise typer.Exit(2)
+    committed = BENCHMARK / "results"
+    if plot:
+        raise typer.Exit(_run("plot.py", "--results", out or committed))
+    if records is not None and not check:
+        typer.echo("--records goes with --check", err=True)
+        raise typer.Exit(2)
+    if records is not None:
+        raise typer.Exit(compare(records, committed / "layer.jsonl"))
+    command: list = ["bench_layer.py", "--ep", ep, "--rounds", rounds, "--device", device, "--time-budget", time_budget]
+    named = {"--tokens": tokens, "--paths": path, "--shapes": shape, "--local-experts": local_experts}
+    for option, values in named.items():
+        if values:
+            command += [option, *values]
+    if not check:
+        raise typer.Exit(_run(*command, "--out", out or committed))
+    with tempfile.TemporaryDirectory() as temporary:
+        # A check compares, it does not add to the committed records.
+        folder = out or Path(temporary)
+        before = len(_records_module().read(folder / "layer.jsonl"))
+        status = _run(*command, "--no-host-profile", "--out", folder)
+        raise typer.Exit(status or compare(folder / "layer.jsonl", committed / "layer.jsonl", skip=before))
+
+
+def compare(new: Path, baseline: Path, skip: int = 0) -> int:
+    """Prints the comparison of two layer.jsonl files. Returns 0, 1 with a regression, 2 with nothing to compare.
+
+    ``skip``: leading records of ``new`` that are older than the run to judge.
+    """
+    module = _records_module()
+    fresh, known = module.read(new)[skip:], module.read(baseline)
+    count = module.compared(fresh, known)
+    if not count:
+        typer.echo(f"nothing to compare: no record of {new} has its path, size and GPU in {baseline}", err=True)
+        return 2
+    lines = module.regressions(fresh, known)
+    for line in lines:
+        typer.echo(f"REGRESSION {line}")
+    typer.echo(f"{count} of {len(fresh)} records compared, {len(lines)} slower than {module.REGRESSION_LIMIT:.2f}x")
+    return 1 if lines else 0
+
+
+def _run(script: str, *arguments) -> int:
+    return subprocess.run([sys.executable, str(BENCHMARK / script), *map(str, arguments)]).returncode
+
+
+def _records_module() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("deepep_v2_bench_records", BENCHMARK / "records.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
