@@ -308,7 +308,7 @@ def _run_swiglu(gateup, out, scale, row_weights, psum, alignment, limit, keep_fp
     _launch_swiglu(
         (min(tiles, SWIGLU_MAX_PROGRAMS), triton.cdiv(intermediate, SWIGLU_GROUPS * QUANT_GROUP), 1),
         (gateup, out, scale, row_weights, psum),
-        (rows, 0 if scale is None else scale.stride(1), 0.0 if limit is None else limit),
+        (rows, 0 if scale is None else scale.stride(1), _bf16_limit(limit)),
         (
             intermediate,
             num_experts,
@@ -360,14 +360,13 @@ def swiglu_quant_expanded(
     """
     psum = psum_num_recv_tokens_per_expert
     rows, intermediate = _check_swiglu(gateup, row_weights, psum)
-    limit = _bf16_limit(swiglu_limit)
     if not _runs_triton(gateup):
         return reference.swiglu_quant_expanded(
             gateup,
             row_weights,
             psum,
             expert_alignment,
-            swiglu_limit=limit,
+            swiglu_limit=swiglu_limit,
             keep_fp32=keep_fp32,
             scale_ue8m0=scale_ue8m0,
         )
@@ -380,7 +379,7 @@ def swiglu_quant_expanded(
         dtype=torch.int32 if scale_ue8m0 else torch.float32,
     )
     if rows:
-        _run_swiglu(gateup, q, scale, row_weights, psum, expert_alignment, limit, keep_fp32, scale_ue8m0)
+        _run_swiglu(gateup, q, scale, row_weights, psum, expert_alignment, swiglu_limit, keep_fp32, scale_ue8m0)
     return q, scale
 
 
@@ -410,12 +409,11 @@ def swiglu_expanded(
     """
     psum = psum_num_recv_tokens_per_expert
     rows, intermediate = _check_swiglu(gateup, row_weights, psum)
-    limit = _bf16_limit(swiglu_limit)
     if not _runs_triton(gateup):
-        return reference.swiglu_expanded(gateup, row_weights, psum, expert_alignment, swiglu_limit=limit)
+        return reference.swiglu_expanded(gateup, row_weights, psum, expert_alignment, swiglu_limit=swiglu_limit)
     out = torch.empty((rows, intermediate), device=gateup.device, dtype=torch.bfloat16)
     if rows:
-        _run_swiglu(gateup, out, None, row_weights, psum, expert_alignment, limit, False, False)
+        _run_swiglu(gateup, out, None, row_weights, psum, expert_alignment, swiglu_limit, False, False)
     return out
 
 

@@ -36,8 +36,8 @@ def scale_expanded_rows_(x: torch.Tensor, row_weights: torch.Tensor) -> torch.Te
 def _swiglu(gateup: torch.Tensor, limit: float | None) -> torch.Tensor:
     gate, up = gateup.float().chunk(2, dim=1)
     if limit is not None:
-        # fmin/fmax drop a NaN operand, as the device's bf16 minimum does.
-        bound = torch.tensor(limit)
+        # Bounds act in bf16; fmin/fmax drop a NaN operand, as the device's bf16 minimum does.
+        bound = torch.tensor(limit, dtype=torch.bfloat16, device=gateup.device).float()
         gate, up = torch.fmin(gate, bound), torch.fmin(torch.fmax(up, -bound), bound)
     return gate / (1 + torch.exp(-gate)) * up
 
