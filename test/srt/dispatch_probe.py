@@ -1,7 +1,7 @@
 """Runs real prefill forwards on CPU ranks and reports how many tokens reach each rank's dispatch.
 
-``python dispatch_probe.py MODEL CASES`` with CASES a JSON list of ``{"arguments": {ServerArgs fields}, "batches":
-[[[request lengths] of each attention-DP group] of each forward]}``; prints one JSON line, per case and rank
+``python dispatch_probe.py CASES`` with CASES a JSON list of ``{"model": folder, "arguments": {ServerArgs fields},
+"batches": [[[request lengths] of each attention-DP group] of each forward]}``; prints one JSON line, per case and rank
 ``{"prebuilt": the buffer stands before the first forward, "reached": [rows, is_extend] of each forward}``.
 ``"skip_checks": true`` drops the start-up check whose reason a case shows.
 A rank forwards through SGLang's ModelRunner after the scheduler's own batch padding, and stops at the first dispatch.
@@ -118,7 +118,7 @@ def _model_runner(server_args, tp_rank: int, port: int):
     return runner
 
 
-def _rank_main(model: Path, case: dict, tp_rank: int, port: int, results) -> None:
+def _rank_main(case: dict, tp_rank: int, port: int, results) -> None:
     import torch
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
@@ -140,7 +140,7 @@ def _rank_main(model: Path, case: dict, tp_rank: int, port: int, results) -> Non
         RadixAttention.forward = lambda self, q, k, v, *args, **kwargs: torch.zeros_like(q)
     if case.get("skip_checks"):
         register_resolution_hook("validate_deepep_v2_dispatch_token_budget")(lambda args, previous: None)
-    server_args = resolve(model, max_total_tokens=256, max_running_requests=4, **case["arguments"])
+    server_args = resolve(Path(case["model"]), max_total_tokens=256, max_running_requests=4, **case["arguments"])
     view = resolved_view(server_args)
     runner = _model_runner(server_args, tp_rank, port)
     group = tp_rank // (view.tp_size // view.attn_dp_size)
@@ -158,7 +158,7 @@ def _rank_main(model: Path, case: dict, tp_rank: int, port: int, results) -> Non
     os._exit(0)
 
 
-def main(model: Path, cases: list[dict]) -> list[list]:
+def main(cases: list[dict]) -> list[list]:
     """Runs every case with one process per rank; returns the ranks' reports by case."""
     # Compiling the embedding takes longer than all forwards.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -171,7 +171,7 @@ def main(model: Path, cases: list[dict]) -> list[list]:
     for case in cases:
         results, port = context.SimpleQueue(), _free_port()
         ranks = [
-            context.Process(target=_rank_main, args=(model, case, rank, port, results))
+            context.Process(target=_rank_main, args=(case, rank, port, results))
             for rank in range(case["arguments"]["tp_size"])
         ]
         for rank in ranks:
@@ -186,4 +186,4 @@ def main(model: Path, cases: list[dict]) -> list[list]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), json.loads(sys.argv[2]))))
+    print(json.dumps(main(json.loads(sys.argv[1]))))

@@ -249,9 +249,10 @@ FORWARDS = {
 @pytest.fixture(scope="module")
 def forwards(tmp_path_factory) -> dict[str, list]:
     """Name -> ``[rows, is_extend]`` by forward and rank of the case."""
-    model = write_config(tmp_path_factory.mktemp("forwards"))
+    model = str(write_config(tmp_path_factory.mktemp("forwards")))
     cases = [
         {
+            "model": model,
             "arguments": arguments | {"chunked_prefill_size": 64},
             "batches": list(batches),
             "skip_checks": "disable_attn_tp_gather" in arguments,
@@ -259,7 +260,7 @@ def forwards(tmp_path_factory) -> dict[str, list]:
         for arguments, batches in FORWARDS.values()
     ]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(PROBE), str(model), json.dumps(cases)],
+        [sys.executable, "-W", "ignore", str(PROBE), json.dumps(cases)],
         capture_output=True,
         text=True,
         timeout=300,
