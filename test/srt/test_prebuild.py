@@ -122,15 +122,15 @@ def test_model_runner_calls_the_patch(buffer):
 
 def test_start_up_builds_it_before_the_first_forward(tmp_path):
     """Real ranks, started as a scheduler starts them: the buffer stands on both; the prefill role of PD included."""
-    write_config(tmp_path)
+    model = str(write_config(tmp_path))
     common = {"tp_size": 2, "chunked_prefill_size": 64}
-    prefill_role = {"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "fake"}
+    prefill_role = {"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "nixl"}
     cases = [
-        {"arguments": common, "batches": [[[8]]]},
-        {"arguments": common | prefill_role, "batches": [[[8]]]},
+        {"model": model, "arguments": common, "batches": [[[8]]]},
+        {"model": model, "arguments": common | prefill_role, "batches": [[[8]]]},
     ]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(PROBE), str(tmp_path), json.dumps(cases)],
+        [sys.executable, "-W", "ignore", str(PROBE), json.dumps(cases)],
         capture_output=True,
         text=True,
         timeout=300,
