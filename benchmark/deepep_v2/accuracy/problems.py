@@ -133,8 +133,12 @@ def training(seed: int, count: int, max_value: int = MAX_VALUE) -> Iterator[Prob
 
 def read_answer(tokens: list[int]) -> int | None:
     """The number that generated token ids give as the answer, or None."""
-    text = " ".join(WORDS[token] if token < len(WORDS) else "<unk>" for token in tokens)
-    found = re.search(r"answer((?: \d)+)", text)
+    return read_answer_text(" ".join(WORDS[token] if token < len(WORDS) else "<unk>" for token in tokens))
+
+
+def read_answer_text(text: str) -> int | None:
+    """The number after ``answer``, its digits apart or not, or None."""
+    found = re.search(r"answer((?: ?\d)+)", text)
     return int(found[1].replace(" ", "")) if found else None
 
 

@@ -1,0 +1,169 @@
+"""Exact-match accuracy and logprob differences of every prefill path, through real SGLang servers.
+
+    python3 benchmark/deepep_v2/accuracy/eval_paths.py --model /opt/arithmetic-moe/fp8
+
+Serves the checkpoint of train_arithmetic_moe.py once a path, answers the held-out problems greedily, and scores the
+true solutions token by token (teacher forcing). Appends one record a path to ``--out``/accuracy.jsonl: ``path``,
+``correct``, ``total``, ``logprob_diff_p50``, ``logprob_diff_p99`` (absolute differences to the first path's logprobs).
+The path ``psum_broken_fold`` serves with a fault planted from outside; it has to lose at least 20 points.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+import problems
+import records
+
+from sglang_deepep_v2.ab.paths import PATHS
+from sglang_deepep_v2.ab.servers import (
+    Server,
+    ServeSettings,
+    check_prefill_lines,
+    interrupt_on_sigterm,
+    read_prefill_lines,
+    run_server,
+)
+
+HERE = Path(__file__).resolve().parent
+FIELDS = ("path", "correct", "total", "logprob_diff_p50", "logprob_diff_p99")
+BROKEN = "psum_broken_fold"
+LEAST_DROP_POINTS = 20.0
+DEFAULT_PATHS = ("nonexpanded", "labels", "psum", "psum_sync_free", "sglang_nonexpanded", "sglang_expanded", BROKEN)
+GPU_ARGUMENTS = (
+    "--attention-backend triton --sampling-backend pytorch --grammar-backend none --disable-cuda-graph "
+    "--mem-fraction-static 0.4 --context-length 1024 --max-running-requests 512"
+)
+
+
+def answers(server: Server, tests: list[problems.Problem], timeout_s: float) -> list[int | None]:
+    """The greedy answer to each problem."""
+    limit = max(len(test.solution) for test in tests) + 4
+    body = {
+        "input_ids": [test.prompt_ids() for test in tests],
+        "sampling_params": {"temperature": 0, "max_new_tokens": limit, "stop_token_ids": [problems.EOS]},
+    }
+    replies = server.post("/generate", body, timeout_s)
+    return [problems.read_answer_text(reply["text"]) for reply in replies]
+
+
+def solution_logprobs(server: Server, tests: list[problems.Problem], timeout_s: float) -> list[float]:
+    """The logprob of every token of every true solution, given the true tokens before it."""
+    body = {
+        "input_ids": [test.prompt_ids() + test.solution_ids() for test in tests],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    found: list[float] = []
+    for test, reply in zip(tests, server.post("/generate", body, timeout_s)):
+        given = [entry[0] for entry in reply["meta_info"]["input_token_logprobs"] if entry[0] is not None]
+        found += given[-len(test.solution_ids()) :]
+    return found
+
+
+def quantiles(reference: list[float], other: list[float]) -> tuple[float, float]:
+    """(p50, p99) of the absolute differences. Raises ValueError when the lists have different lengths."""
+    if len(reference) != len(other):
+        raise ValueError(f"{len(other)} logprobs, the reference has {len(reference)}")
+    differences = sorted(abs(a - b) for a, b in zip(reference, other))
+    return statistics.median(differences), differences[min(len(differences) - 1, int(0.99 * len(differences)))]
+
+
+def evaluate(name: str, args: argparse.Namespace, tests: list[problems.Problem]) -> tuple[int, list[float]]:
+    """(right answers, solution logprobs) of one path's server. Raises when the server fails or ran another path."""
+    path = PATHS["psum" if name == BROKEN else name]
+    settings = ServeSettings(
+        model=str(args.model),
+        tp=args.tp,
+        chunk=args.chunk,
+        cpu=args.device == "cpu",
+        extra_args=() if args.device == "cpu" else tuple(GPU_ARGUMENTS.split()),
+        pythonpath=(str(HERE / "broken_fold"),) if name == BROKEN else (),
+        ready_timeout_s=args.timeout,
+    )
+    # Sync-free prefill falls back by free memory unless a limit is set.
+    path = replace(path, env={**path.env, "SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES": str(32 << 30)})
+    log = args.logs / f"{name}.log"
+    with run_server(path, settings, log) as server:
+        logprobs = solution_logprobs(server, tests, args.timeout)
+        given = answers(server, tests, args.timeout)
+    wrong_path = check_prefill_lines(path, read_prefill_lines(log), args.tp)
+    if wrong_path:
+        raise RuntimeError(f"{name}: {wrong_path}; log: {log}")
+    if name == BROKEN and "broken fold" not in log.read_text(errors="replace"):
+        raise RuntimeError(f"{name}: the fault was not planted; log: {log}")
+    return sum(answer == test.answer for answer, test in zip(given, tests)), logprobs
+
+
+def run(args: argparse.Namespace) -> int:
+    os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
+    os.environ.setdefault("EP_DISABLE_GIN", "1")
+    training = json.loads((args.model.parent / "train.json").read_text()) if args.with_training else {}
+    tests = problems.held_out(max_value=args.max_value)[: args.limit]
+    started, reference, rows, shares, failed = time.monotonic(), None, [], {}, []
+    rows.append(["path", "correct", "total", "exact match %", "logprob diff p50", "p99", "seconds"])
+    for name in args.paths:
+        if time.monotonic() - started > args.time_budget:
+            print(f"-- skipped {name}: the time budget of {args.time_budget:.0f} s is spent", flush=True)
+            continue
+        begin = time.monotonic()
+        try:
+            correct, logprobs = evaluate(name, args, tests)
+            reference = reference or logprobs
+            p50, p99 = quantiles(reference, logprobs)
+        except Exception:
+            failed.append(name)
+            print(f"-- {name} failed\n{traceback.format_exc(limit=4)}", flush=True)
+            continue
+        record = dict(zip(FIELDS, (name, correct, len(tests), p50, p99)))
+        records.append(args.out / "accuracy.jsonl", [records.validate(record, FIELDS)])
+        shares[name] = 100 * correct / len(tests)
+        seconds = time.monotonic() - begin
+        rows.append(
+            [name, str(correct), str(len(tests)), f"{shares[name]:.2f}", f"{p50:.5f}", f"{p99:.5f}", f"{seconds:.0f}"]
+        )
+        print(f"{name}: {correct} of {len(tests)}, {seconds:.0f} s", flush=True)
+    print(records.align(rows), flush=True)
+    if training:
+        print(
+            f"plain PyTorch: {training.get('accuracy_bf16')} before, {training.get('accuracy_fp8_experts')} after FP8"
+        )
+    if BROKEN in shares and "psum" in shares:
+        drop = shares["psum"] - shares[BROKEN]
+        verdict = "ok" if drop >= LEAST_DROP_POINTS else "MISS"
+        print(f"broken fold loses {drop:.1f} points, at least {LEAST_DROP_POINTS:.0f} wanted: {verdict}", flush=True)
+    return 1 if failed or not shares else 0
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint folder with FP8 experts")
+    parser.add_argument("--paths", nargs="+", choices=(*PATHS, BROKEN), default=list(DEFAULT_PATHS), metavar="PATH")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens per prefill chunk")
+    parser.add_argument("--limit", type=int, default=problems.NUM_HELD_OUT, help="problems to answer")
+    parser.add_argument("--max-value", type=int, default=problems.MAX_VALUE, help="as in training")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "results")
+    parser.add_argument("--logs", type=Path, default=Path("accuracy-logs"))
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for a server's start and for each request")
+    parser.add_argument("--time-budget", type=float, default=1800, help="seconds after which no path starts")
+    args = parser.parse_args(arguments)
+    args.with_training = (args.model.parent / "train.json").is_file()
+    return args
+
+
+if __name__ == "__main__":
+    with interrupt_on_sigterm():
+        sys.exit(run(parse()))
