@@ -194,9 +194,7 @@ def write_lock() -> str:
     based = {name: base_file(name) for name, module in modules().items() if module.kind != "new"}
     missing = [name for name, file in based.items() if file is None]
     if missing:
-        raise OverlayError(
-            f"sglang {installed} has no file for {', '.join(missing)}: the patch does not fit it"
-        )
+        raise OverlayError(f"sglang {installed} has no file for {', '.join(missing)}: the patch does not fit it")
     lock = read_lock() | {installed: {name: _sha256(file) for name, file in based.items()}}
     # Replaced in one step: a server that starts meanwhile reads the old lock or the new one.
     draft = LOCK.with_name(f"{LOCK.name}.{os.getpid()}")
@@ -224,8 +222,7 @@ class _ExtendsLoader(SourceFileLoader):
             super().exec_module(module)
             self._check_overrides(module, theirs)
         except BaseException:
-            # A failed import must not leave half a pair behind.
-            _Shadow.names.pop(shadow, None)
+            # A retry must not find the failed attempt's names.
             sys.modules.pop(shadow, None)
             raise
 
@@ -267,9 +264,7 @@ def _find_upstream(name: str) -> ModuleSpec:
         return spec_from_file_location(name, base_file(real))
     import_module(real)
     if name not in _Shadow.names:
-        raise ImportError(
-            f"{name} is imported while SGLang's own file still runs (an import cycle)", name=name
-        )
+        raise ImportError(f"{name} is imported while SGLang's own file still runs (an import cycle)", name=name)
     return ModuleSpec(name, _Shadow)
 
 

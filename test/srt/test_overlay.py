@@ -79,10 +79,14 @@ class Site:
     def lock(self) -> Path:
         return self.packages / "sglang_deepep_v2/overlay.lock"
 
-    def run(self, code: str, *args: str, **env: str) -> subprocess.CompletedProcess:
+    def start(self, *args: str, **env: str) -> subprocess.CompletedProcess:
+        """Runs the environment's interpreter, without what would change its start or the loader."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "SGLANG"))}
-        command = [self.python, "-c", dedent(code), *args]
+        command = [self.python, *args]
         return subprocess.run(command, env=clean | env, capture_output=True, text=True, timeout=120)
+
+    def run(self, code: str, *args: str, **env: str) -> subprocess.CompletedProcess:
+        return self.start("-c", dedent(code), *args, **env)
 
     def evaluate(self, code: str, **env: str):
         """Runs statements whose last line prints JSON."""
@@ -185,7 +189,7 @@ def test_a_spawned_process_gets_the_same_classes(site: Site, tmp_path: Path):
             process.join()
         """)
     )
-    done = subprocess.run([site.python, script], capture_output=True, text=True, timeout=120)
+    done = site.start(str(script))
     assert json.loads(done.stdout or done.stderr) == [True, "patched sglang", str(site.tree / "srt/base.py")]
 
 
@@ -361,7 +365,7 @@ def test_interpreter_start_imports_nothing_heavy(site: Site):
     # Microseconds that the .pth line adds, as the interpreter itself accounts them; the best of five.
     spent = []
     for _ in range(5):
-        done = subprocess.run([site.python, "-X", "importtime", "-c", ""], capture_output=True, text=True)
+        done = site.start("-X", "importtime", "-c", "")
         rows = [line.split("|") for line in done.stderr.splitlines() if "sglang_deepep_v2" in line]
         assert {row[2].strip() for row in rows} == {"sglang_deepep_v2", "sglang_deepep_v2.boot"}
         spent.append(sum(int(row[0].rpartition(":")[2]) for row in rows))
