@@ -256,7 +256,7 @@ def test_probe_of_deep_gemm_reads_signatures_and_docstrings(tmp_path):
     source = """
         def m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout, use_psum_layout=False): ...
         def m_grouped_bf16_gemm_nt_contiguous(a, b, d, layout): ...
-        def get_mk_alignment_for_contiguous_layout(): return 128
+        def get_mk_alignment_for_contiguous_layout(): return (128, 128)
         __version__ = "9"
     """
     reply = Machine(fake_site(tmp_path, deep_gemm=source)).probe("deep_gemm")

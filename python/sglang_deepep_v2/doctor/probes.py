@@ -107,10 +107,13 @@ def deep_gemm():
             # A compiled function without a signature says its arguments in its docstring.
             psum[name] = "use_psum_layout" in (function.__doc__ or "")
     ask = getattr(deep_gemm, "get_mk_alignment_for_contiguous_layout", None)
+    alignment = None if ask is None else ask()
+    # Some versions answer (rows, columns).
+    alignment = alignment[0] if isinstance(alignment, tuple) else alignment
     return {
         "version": str(getattr(deep_gemm, "__version__", "unknown")),
         "psum": psum,
-        "alignment": None if ask is None else int(ask()),
+        "alignment": None if alignment is None else int(alignment),
     }
 
 
