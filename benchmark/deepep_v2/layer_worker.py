@@ -256,6 +256,15 @@ class Worker:
         with torch.inference_mode():
             return activation_bandwidth(self)
 
+    def variant(self, name: str) -> dict:
+        """One measurement of ``variants`` on the prepared input."""
+        import torch
+        from variants import VARIANTS
+
+        self.tools.free()
+        with torch.inference_mode():
+            return {"rows": VARIANTS[name](self)}
+
     # -- what the requests are made of -------------------------------------------------------------------------------
 
     def _expert(self, expert: int):

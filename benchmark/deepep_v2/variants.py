@@ -1,0 +1,343 @@
+"""Measurements of what might make the layer faster still; each function takes a prepared worker and returns rows.
+
+A row: ``variant``, ``what`` (one line), ``us``, and figures of its own. They talk to DeepEP, DeepGEMM and the patch's
+kernels directly, without ``FusedMoE``.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+from activation import activation_inputs
+from activation_counts import num_bytes
+from layer_parts import Floor, _dispatch, _grouped_gemm
+
+REPEATS = 5
+
+
+def _buffer(worker, tokens: int | None = None, **options):
+    """A DeepEP buffer of its own, for ``tokens`` tokens a rank."""
+    from sglang.srt.runtime_context import get_parallel
+
+    if worker.device.type == "cpu":
+        from sglang_deepep_v2.cpu_reference.elastic_buffer import ReferenceElasticBuffer as Buffer
+    else:
+        from deep_ep import ElasticBuffer as Buffer
+    return Buffer(
+        get_parallel().tp_group.device_group,
+        num_max_tokens_per_rank=tokens or worker.tokens,
+        hidden=worker.hidden,
+        num_topk=worker.topk,
+        use_fp8_dispatch=True,
+        allow_hybrid_mode=False,
+        sl_idx=0,
+        prefer_overlap_with_compute=False,
+        **options,
+    )
+
+
+def _median(worker, call, count: int = 10) -> float:
+    for _ in range(2):
+        call()
+    worker._align_ranks()
+    return statistics.median(worker.tools.mean_us(call, count) for _ in range(REPEATS))
+
+
+def _rows(received) -> torch.Tensor:
+    generator = torch.Generator(received[0].device).manual_seed(3)
+    return torch.randn(received[0].shape, generator=generator, device=received[0].device).to(torch.bfloat16)
+
+
+def multiple_reduction(worker) -> list[dict]:
+    """allow_multiple_reduction True (local rows summed to bf16 before sending) against False (one fp32 sum)."""
+    x = worker.tools.quantise(worker.x, column_major=True)
+    rows = []
+    for allowed in (True, False):
+        buffer = _buffer(worker, allow_multiple_reduction=allowed)
+        received, _, _, handle, _ = _dispatch(worker, buffer, x, True)
+        sent = _rows(received)
+        combined = buffer.combine(sent, handle=handle)[0]
+
+        def pair(buffer=buffer, sent=sent):
+            buffer.combine(sent, handle=_dispatch(worker, buffer, x, True)[3])
+
+        row = {
+            "variant": f"allow_multiple_reduction={allowed}",
+            "what": "dispatch + combine",
+            "us": _median(worker, pair),
+        }
+        row["error"] = _combine_error(worker, buffer, x)
+        row["norm"] = float(combined.double().norm())
+        rows.append(row)
+        del buffer
+    return rows
+
+
+def _combine_error(worker, buffer, x) -> float | None:
+    """Relative error of combine against float64, each expanded row being the token's own row times its router weight.
+
+    What a row holds depends on its token and weight alone, so the exact sum is known on every rank without a message.
+    """
+    received, _, weights, handle, _ = _dispatch(worker, buffer, x, True)
+    fp8, scale = received
+    count = fp8.shape[0]
+    values = fp8.float().view(count, -1, 128) * scale.float()[:, :, None]
+    sent = (values.view(count, -1) * weights.float()[:, None]).to(torch.bfloat16)
+    combined = buffer.combine(sent, handle=handle)[0].double()
+    own = x[0].double().view(worker.tokens, -1, 128) * x[1].double()[:, :, None]
+    wanted = own.view(worker.tokens, -1) * worker.topk_weights.double().sum(1, keepdim=True)
+    return float((combined - wanted).norm() / wanted.norm())
+
+
+def combine_bias(worker) -> list[dict]:
+    """A shared expert's output through combine's ``bias`` against an addition afterwards."""
+    x = worker.tools.quantise(worker.x, column_major=True)
+    buffer = _buffer(worker)
+    received, _, _, handle, _ = _dispatch(worker, buffer, x, True)
+    sent, shared = _rows(received), torch.randn_like(worker.x)
+    plain = buffer.combine(sent, handle=handle)[0]
+    biased = buffer.combine(sent, handle=_dispatch(worker, buffer, x, True)[3], bias=shared)[0]
+    added = (plain.float() + shared.float()).to(torch.bfloat16)
+    difference = float((biased.float() - added.float()).norm() / added.float().norm())
+
+    def without() -> torch.Tensor:
+        return buffer.combine(sent, handle=_dispatch(worker, buffer, x, True)[3])[0]
+
+    return [
+        {"variant": "no shared expert", "what": "dispatch + combine", "us": _median(worker, without)},
+        {
+            "variant": "addition afterwards",
+            "what": "dispatch + combine + add_",
+            "us": _median(worker, lambda: without().add_(shared)),
+        },
+        {
+            "variant": "bias",
+            "what": "dispatch + combine(bias=)",
+            "us": _median(
+                worker, lambda: buffer.combine(sent, handle=_dispatch(worker, buffer, x, True)[3], bias=shared)
+            ),
+            "difference": difference,
+        },
+    ]
+
+
+class _HalfLayer:
+    """The sync-free psum chain on a share of the tokens, with a buffer of its own."""
+
+    def __init__(self, worker, tokens: slice):
+        self.worker, self.gemm = worker, _grouped_gemm(worker)
+        self.x = tuple(part[tokens].contiguous() for part in worker.tools.quantise(worker.x))
+        self.x = (self.x[0], self.x[1].t().contiguous().t())
+        self.ids = worker.topk_ids[tokens].to(torch.int64).contiguous()
+        self.weights = worker.topk_weights[tokens].contiguous()
+        self.buffer = _buffer(worker, self.ids.shape[0])
+
+    def __call__(self) -> torch.Tensor:
+        from sglang.srt.layers.moe.ep_moe.kernels import swiglu_quant_expanded
+
+        worker = self.worker
+        (x, scale), _, weights, handle, _ = self.buffer.dispatch(
+            self.x,
+            topk_idx=self.ids,
+            topk_weights=self.weights,
+            num_experts=worker.local_experts * worker.world,
+            num_max_tokens_per_rank=self.ids.shape[0],
+            expert_alignment=128,
+            do_cpu_sync=False,
+            do_expand=True,
+            use_tma_aligned_col_major_sf=True,
+        )
+        psum = handle.psum_num_recv_tokens_per_expert
+        w13, s13, w2, s2 = worker.weights
+        gate_up = torch.empty(x.shape[0], 2 * worker.intermediate, device=x.device, dtype=torch.bfloat16)
+        self.gemm((x, scale), (w13, s13), gate_up, psum, use_psum_layout=True)
+        down, down_scale = swiglu_quant_expanded(gate_up, weights, psum, 128)
+        out = torch.empty(x.shape[0], worker.hidden, device=x.device, dtype=torch.bfloat16)
+        self.gemm((down, down_scale), (w2, s2), out, psum, use_psum_layout=True)
+        return self.buffer.combine(out, handle=handle)[0]
+
+
+def half_batches(worker) -> list[dict]:
+    """The layer in one go against two half batches, one after the other and on two streams (one rank only)."""
+    half = worker.tokens // 2
+    whole = _HalfLayer(worker, slice(None))
+    halves = [_HalfLayer(worker, slice(0, half)), _HalfLayer(worker, slice(half, None))]
+    reference = whole()
+    together = torch.cat([part() for part in halves])
+    rows = [
+        {"variant": "whole batch", "what": "sync-free psum chain", "us": _median(worker, whole)},
+        {
+            "variant": "two halves in turn",
+            "what": "the same twice on half the tokens",
+            "us": _median(worker, lambda: [part() for part in halves]),
+            "difference": float((together.float() - reference.float()).norm() / reference.float().norm()),
+        },
+    ]
+    if worker.device.type == "cuda" and worker.world == 1:
+        # More ranks could order two spinning kernels differently and never meet.
+        streams = [torch.cuda.Stream(worker.device) for _ in halves]
+
+        def overlapped() -> None:
+            main = torch.cuda.current_stream()
+            for stream, part in zip(streams, halves):
+                stream.wait_stream(main)
+                with torch.cuda.stream(stream):
+                    part()
+            for stream in streams:
+                main.wait_stream(stream)
+
+        rows.append({"variant": "two halves, two streams", "what": "overlapped", "us": _median(worker, overlapped)})
+    for name, tokens in (("whole batch", worker.tokens), ("half batch", half)):
+        rows.append(
+            {"variant": f"GEMMs of the {name}", "what": "both grouped GEMMs", "us": _gemms_alone(worker, tokens)}
+        )
+    return rows
+
+
+def _gemms_alone(worker, tokens: int) -> float:
+    """Both grouped GEMMs on the first ``tokens`` tokens, us."""
+    saved = worker.tokens, worker.x, worker.topk_ids, worker.topk_weights
+    try:
+        worker.x, worker.topk_ids, worker.topk_weights = (part[:tokens].contiguous() for part in saved[1:])
+        worker.tokens = tokens
+        floor = Floor(worker)
+        return _median(worker, floor.replay, 3) / 3
+    finally:
+        worker.tokens, worker.x, worker.topk_ids, worker.topk_weights = saved
+
+
+def gemm_options(worker) -> list[dict]:
+    """Layouts and hints of DeepGEMM's contiguous grouped GEMM, and a sync-free launch sized for capacity."""
+    floor = Floor(worker)
+    w13, s13, w2, s2 = worker.weights
+    rows_per_expert = -(-floor.valid // worker.local_experts)
+    labels = torch.repeat_interleave(
+        torch.arange(worker.local_experts, device=worker.device, dtype=torch.int32), _aligned_counts(floor.psum)
+    )
+    capacity = worker.world * worker.tokens * min(worker.topk, worker.local_experts) + worker.local_experts * 128
+    capacity = -(-capacity // 128) * 128
+    found = []
+
+    def measure(variant: str, layout: torch.Tensor, rows: int, **options) -> None:
+        def pad(tensor: torch.Tensor) -> torch.Tensor:
+            if rows == tensor.shape[0]:
+                return tensor
+            if tensor.dtype == torch.float32:
+                wide = torch.ones(tensor.shape[1], rows, device=tensor.device).t()
+            else:
+                wide = torch.zeros(rows, tensor.shape[1], device=tensor.device, dtype=torch.uint8).view(tensor.dtype)
+            wide[: tensor.shape[0]] = tensor
+            return wide
+
+        x, scale, down, down_scale = (pad(t) for t in (floor.x, floor.x_scale, floor.down, floor.down_scale))
+        gate_up = torch.empty(rows, w13.shape[1], device=x.device, dtype=torch.bfloat16)
+        out = torch.empty(rows, w2.shape[1], device=x.device, dtype=torch.bfloat16)
+
+        def both() -> None:
+            floor.gemm((x, scale), (w13, s13), gate_up, layout, **options)
+            floor.gemm((down, down_scale), (w2, s2), out, layout, **options)
+
+        row = {"variant": variant, "what": f"both grouped GEMMs, {rows} rows"}
+        try:
+            row["us"] = worker.tools.graph_us([both] * 3)
+        except Exception as error:
+            row |= {"us": None, "failed": str(error)[:200]}
+        found.append(row)
+
+    rows = floor.x.shape[0]
+    measure("labels", labels, rows)
+    measure("psum", floor.psum, rows, use_psum_layout=True)
+    if worker.device.type == "cuda":
+        for variant, options in (
+            ("psum, padding not zeroed", {"ensure_zero_padding": False}),
+            ("psum, expected rows per expert", {"expected_m_for_psum_layout": rows_per_expert}),
+            ("psum, expected rows in total", {"expected_m_for_psum_layout": floor.valid}),
+        ):
+            measure(variant, floor.psum, rows, use_psum_layout=True, **options)
+    measure("psum, capacity-sized", floor.psum, capacity, use_psum_layout=True)
+    if worker.device.type == "cuda":
+        hint = {"expected_m_for_psum_layout": rows_per_expert}
+        measure("psum, capacity-sized, expected rows per expert", floor.psum, capacity, use_psum_layout=True, **hint)
+    return found
+
+
+def _aligned_counts(psum: torch.Tensor, alignment: int = 128) -> torch.Tensor:
+    ends = -(-psum // alignment) * alignment
+    return torch.diff(ends, prepend=ends.new_zeros(1))
+
+
+def communication_sms(worker) -> list[dict]:
+    """Dispatch and combine on fewer SMs than DeepEP takes by itself (0)."""
+    x = worker.tools.quantise(worker.x, column_major=True)
+    buffer = _buffer(worker)
+    found = []
+    for num_sms in (0, 24, 48, 64, 96):
+        arguments = {
+            "topk_idx": worker.topk_ids.to(torch.int64),
+            "topk_weights": worker.topk_weights,
+            "num_experts": worker.local_experts * worker.world,
+            "num_max_tokens_per_rank": worker.tokens,
+            "expert_alignment": 128,
+            "do_cpu_sync": False,
+            "do_expand": True,
+            "use_tma_aligned_col_major_sf": True,
+            "num_sms": num_sms,
+        }
+        sent = _rows(buffer.dispatch(x, **arguments)[0])
+
+        def pair(arguments=arguments, sent=sent):
+            buffer.combine(sent, handle=buffer.dispatch(x, **arguments)[3])
+
+        pair()
+        found.append(
+            {"variant": f"num_sms={num_sms}", "what": "sync-free dispatch + combine", "us": _median(worker, pair)}
+        )
+        del sent
+    return found
+
+
+def swiglu_tiles(worker) -> list[dict]:
+    """Tile shapes of ``swiglu_quant_expanded``: rows x 128-column groups, warps, and the cap on programs."""
+    from sglang.srt.layers.moe.ep_moe import kernels
+
+    names = ("SWIGLU_BLOCK_M", "SWIGLU_GROUPS", "SWIGLU_WARPS", "SWIGLU_MAX_PROGRAMS")
+    saved = {name: getattr(kernels, name) for name in names}
+    chosen = tuple(saved.values())
+    gateups, weights, psum, valid = activation_inputs(worker)
+    moved, found = num_bytes(valid, worker.intermediate), []
+    sizes = [
+        (m, g, w) for m in (2, 4, 8, 16, 32) for g in (1, 2, 4, 8) for w in (2, 4, 8) if 1024 <= m * g * 128 <= 16384
+    ]
+    tiles = [(*size, chosen[3]) for size in sizes] + [(*chosen[:3], cap) for cap in (528, 1056, 2112, 4224, 65536)]
+    if worker.device.type == "cpu":
+        tiles = [chosen]
+    try:
+        for tile in dict.fromkeys([chosen, *tiles]):
+            for name, value in zip(names, tile):
+                setattr(kernels, name, value)
+            row = {"variant": "BM {} G {} W {} P {}".format(*tile), "what": f"{valid} rows"}
+            try:
+                calls = [
+                    lambda gateup=gateup: kernels.swiglu_quant_expanded(gateup, weights, psum, 128)
+                    for gateup in gateups
+                ]
+                row["us"] = worker.tools.graph_us(calls * 2)
+                row["share_of_copy"] = moved / row["us"] / 1e3 / worker.bandwidth
+            except Exception as error:
+                row |= {"us": None, "failed": str(error)[:200]}
+            found.append(row)
+    finally:
+        for name, value in saved.items():
+            setattr(kernels, name, value)
+    return sorted(found, key=lambda row: row["us"] or float("inf"))
+
+
+VARIANTS = {
+    "multiple_reduction": multiple_reduction,
+    "combine_bias": combine_bias,
+    "half_batches": half_batches,
+    "gemm_options": gemm_options,
+    "communication_sms": communication_sms,
+    "swiglu_tiles": swiglu_tiles,
+}
