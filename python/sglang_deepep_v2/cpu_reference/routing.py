@@ -116,7 +116,8 @@ def all_to_all_rows(
     rows: torch.Tensor, send_counts: list[int], recv_counts: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Exchange rows: the first `send_counts[0]` go to rank 0, and so on. Any dtype; only bytes are moved."""
-    rows = rows.contiguous()
+    # Indexing may leave stride 0 on an empty tensor, which has no byte view.
+    rows = rows.contiguous() if rows.numel() else rows.new_empty(rows.shape)
     received = torch.empty((sum(recv_counts), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
     # Every backend moves bytes; not every backend knows fp8 or bf16.
     dist.all_to_all_single(received.view(torch.uint8), rows.view(torch.uint8), recv_counts, send_counts, group=group)
