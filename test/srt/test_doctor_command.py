@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from doctor_fakes import CAPACITY, LAUNCH, OVERLAY, expect, with_gpus, without_gpu
 from sglang_deepep_v2.doctor import doctor, examine, hardware, settings
 from sglang_deepep_v2.doctor.launch import check_launch, read_command
-from sglang_deepep_v2.doctor.machine import USE_REFERENCE, Finding, Machine
+from sglang_deepep_v2.doctor.machine import REFERENCE, USE_REFERENCE, Finding, Machine
 
 
 @pytest.fixture
@@ -115,13 +115,16 @@ def test_cache_on_a_network_file_system(cpu, tmp_path, kind):
         expect(finding, "warn", kind, f"{tmp_path}/home", fix="-cache")
 
 
-def test_cache_that_cannot_be_used(cpu, tmp_path, monkeypatch):
+def test_cache_that_cannot_be_used(cpu, gpu, tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.write_text("")
-    expect(settings.check_caches(cpu(env={"EP_JIT_CACHE_DIR": str(file)}))[1], "fail", "not a directory")
-    expect(settings.check_caches(cpu(env={"EP_JIT_CACHE_DIR": "/proc/deep_ep"}))[1], "fail", "cannot be written")
-    machine = cpu()
-    (tmp_path / "proc" / "mounts").write_text(f"/dev/root / ext4 rw 0 0\ntmpfs {tmp_path}/home tmpfs rw,noexec 0 0\n")
+    in_a_file = {"EP_JIT_CACHE_DIR": str(file)}
+    expect(settings.check_caches(gpu(env=in_a_file))[1], "fail", "not a directory", fix="export EP_JIT_CACHE_DIR=")
+    expect(settings.check_caches(cpu(env=in_a_file))[1], "warn", "not a directory", REFERENCE)
+    expect(settings.check_caches(gpu(env={"EP_JIT_CACHE_DIR": "/proc/deep_ep"}))[1], "fail", "cannot be written")
+    machine = gpu()
+    noexec = f"/dev/root / ext4 rw 0 0\ntmpfs {tmp_path}/home tmpfs rw,noexec 0 0\n"
+    (tmp_path / "proc" / "mounts").write_text(noexec)
     assert [f.level for f in settings.check_caches(machine)] == ["ok", "ok", "fail"]
     monkeypatch.setattr(settings, "_MIN_FREE", 1 << 62)
     expect(settings.check_caches(cpu())[0], "warn", "MiB free")

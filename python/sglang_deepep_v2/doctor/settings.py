@@ -129,25 +129,22 @@ def check_caches(machine: Machine) -> list[Finding]:
 def _check_cache(machine: Machine, owner: str, variable: str, folder: Path) -> Finding:
     check = f"cache {owner}"
     local = f"export {variable}=/tmp/{owner.lower()}-cache"
-    there = next((place for place in (folder, *folder.parents) if place.is_dir()), Path("/"))
-    if folder.exists() and not folder.is_dir():
-        return Finding(check, "fail", f"{folder} is not a directory", local)
+    # os.path answers False where Path raises for a parent that may not be entered.
+    there = next((place for place in (folder, *folder.parents) if os.path.isdir(place)), Path("/"))
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        return machine.unavailable(check, f"{folder} is not a directory", local)
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        return Finding(check, "fail", f"{folder} cannot be written: {error.strerror} ({there})", local)
+        return machine.unavailable(check, f"{folder} cannot be written: {error.strerror} ({there})", local)
     mount, kind, options = _mount_of(machine, there)
     if kind in _NETWORK or _NETWORK_FUSE.match(kind):
         problem = f"{folder} is on {kind} ({mount}): slow compiles there run into DeepEP's timeouts"
         return Finding(check, "warn", problem, local)
     if owner == "Triton" and "noexec" in options:
-        return Finding(
-            check,
-            "fail",
-            f"{folder} is on a noexec mount ({mount}): Triton loads its launchers from there",
-            local,
-        )
+        problem = f"{folder} is on a noexec mount ({mount}): Triton loads its launchers from there"
+        return machine.unavailable(check, problem, local)
     free = shutil.disk_usage(there).free
     if free < _MIN_FREE:
         return Finding(check, "warn", f"{folder} has {free >> 20} MiB free, less than {_MIN_FREE >> 20}", local)
