@@ -220,13 +220,13 @@ class Bench:
         paths = self._prepare(tokens)
         times = self._rounds(tokens, paths)
         self._record(shape, tokens, times)
-        detail = {path: self._inspect(path) for path in times}
+        detail = {path: {} if self.args.no_inspect else self._inspect(path) for path in times}
         rows = self._details(shape, tokens, times, detail)
         print(records.align(rows), flush=True)
-        if "psum" in times:
+        if "psum" in times and not self.args.no_inspect:
             self._guard("activation kernel", lambda: self._activation(shape, tokens))
         for path in ("psum", "psum_sync_free", "sglang_expanded"):
-            if path in times and not self.args.no_host_profile:
+            if path in times and not (self.args.no_host_profile or self.args.no_inspect):
                 self._guard(f"host profile of {path}", lambda path=path: self._host_profile(path, tokens))
         for found, by_tokens in records.groups(r for r in self.new if r["tokens"] == tokens):
             if found["hidden"] == shape.hidden and found["local_experts"] == shape.local_experts:
@@ -339,6 +339,9 @@ class Bench:
                 "commit": self.meta["commit"],
                 "date": _now(),
             }
+            if not found:
+                rows.append([path, f"{median:.1f}", f"{min(measured):.1f}", f"{max(measured):.1f}", *["-"] * 7])
+                continue
             records.append(self.out / "detail.jsonl", [record])
             layer = {f: record[f] for f in ("ep", "hidden", "intermediate", "local_experts")}
             kernels = [{"path": path, "tokens": tokens, **kernel, **layer} for kernel in found.get("kernels", [])]
@@ -451,6 +454,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--time-budget", type=float, default=1800, help="seconds; a clean stop after them")
     parser.add_argument("--commit", default="", help="recorded where this checkout has no git history")
     parser.add_argument("--no-host-profile", action="store_true")
+    parser.add_argument("--no-inspect", action="store_true", help="times only: no profile, error, host time")
     return parser.parse_args(arguments)
 
 
