@@ -1,0 +1,314 @@
+"""Real `sglang.launch_server` processes: started with a path's environment, awaited, ended with all their children."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sglang_deepep_v2.ab.paths import ServePath
+
+CAPACITY = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
+_STOP_GRACE_S = 3.0
+_LOG_TAIL_LINES = 25
+_PREFILL_LINE = re.compile(
+    r"\[[^\]]*?(?P<process>(?: (?:DP|TP|EP|PP)\d+)+)?\] DeepEP v2 prefill: "
+    r"pipeline=(?P<pipeline>\S+) sync=(?P<sync>\S+) transport=(?P<transport>\S+)(?:.*? reason=(?P<reason>.*))?"
+)
+
+
+class ServerFailed(RuntimeError):
+    """A server ended or did not answer; the message names its log and shows the end of it."""
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """What all paths of one A/B share.
+
+    Attributes:
+        model: checkpoint directory or Hugging Face name.
+        tp: tensor-parallel ranks, which deepep_v2 takes as expert-parallel ranks as well.
+        chunk: tokens per prefill chunk.
+        cpu: serve on the CPU reference platform.
+        extra_args: more arguments for `sglang.launch_server`, given to every path.
+        pythonpath: directories put in front of every server's PYTHONPATH.
+        ready_timeout_s: longest wait for a server to answer.
+    """
+
+    model: str
+    tp: int
+    chunk: int
+    cpu: bool
+    extra_args: tuple[str, ...] = ()
+    pythonpath: tuple[str, ...] = ()
+    ready_timeout_s: float = 900.0
+
+
+@dataclass(frozen=True)
+class PrefillLine:
+    """One process's statement of how it runs prefill."""
+
+    process: str
+    pipeline: str
+    sync: str
+    transport: str
+    reason: str = ""
+
+
+@dataclass
+class Server:
+    """A running server.
+
+    Attributes:
+        url: base URL.
+        log: file with its output.
+        started_s: seconds from launch to the first answer.
+    """
+
+    url: str
+    log: Path
+    process: subprocess.Popen = field(repr=False)
+    started_s: float = 0.0
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    def post(self, route: str, body: dict, timeout_s: float) -> object:
+        """The decoded JSON answer.
+
+        Raises:
+            ServerFailed: the server died, refused, or took longer than `timeout_s` seconds.
+        """
+        request = urllib.request.Request(
+            self.url + route, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as exc:
+            raise self.failed(f"answered {exc.code} to {route}: {exc.read()[:500].decode(errors='replace')}") from exc
+        except (OSError, json.JSONDecodeError) as exc:
+            raise self.failed(f"did not answer {route} within {timeout_s:.0f} s ({exc})") from exc
+
+    def failed(self, what: str) -> ServerFailed:
+        """An error that says what happened and ends with the log's tail."""
+        code = self.process.poll()
+        state = "still running" if code is None else f"exit code {code}"
+        return ServerFailed(f"server {what}; {state}; log: {self.log}\n{_log_tail(self.log)}")
+
+
+def launch_command(path: ServePath, settings: ServeSettings, port: int) -> list[str]:
+    """The command line of one server."""
+    command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--model-path", settings.model]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--tp-size", str(settings.tp)]
+    command += ["--chunked-prefill-size", str(settings.chunk), "--max-prefill-tokens", str(settings.chunk)]
+    # Every prompt is computed anew; a cached prefix would hide the prefill.
+    command += ["--disable-radix-cache", "--skip-server-warmup", "--moe-a2a-backend", path.a2a]
+    if path.a2a != "none":
+        command += ["--ep-size", str(settings.tp), "--moe-runner-backend", "deep_gemm"]
+    if path.a2a == "deepep":
+        command += ["--deepep-mode", "normal"]
+    if settings.cpu:
+        command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+        command += ["--grammar-backend", "none", "--disable-cuda-graph", "--sleep-on-idle"]
+        command += ["--max-total-tokens", "16384", "--max-running-requests", "64", "--mem-fraction-static", "0.3"]
+    return command + list(settings.extra_args)
+
+
+def launch_environment(path: ServePath, settings: ServeSettings) -> dict[str, str]:
+    """The environment of one server: the caller's, the path's toggles, and what a CPU server needs."""
+    env = dict(os.environ)
+    env["SGLANG_OVERLAY"] = "1" if path.overlay else "0"
+    env.update(path.env)
+    # A number of tokens that every path accepts; SGLang's own check does not divide by the ranks in all releases.
+    env.setdefault(CAPACITY, str(settings.chunk))
+    # /health would otherwise generate a token, which an interpreted kernel answers too late.
+    env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
+    env["PYTHONUNBUFFERED"] = "1"
+    if os.path.isdir(settings.model):
+        env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if settings.cpu:
+        env |= {
+            "TRITON_INTERPRET": "1",
+            "SGLANG_USE_CPU_ENGINE": "0",
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(_cores_of_ranks(settings.tp)),
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+    if settings.pythonpath:
+        env["PYTHONPATH"] = os.pathsep.join([*settings.pythonpath, env.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return env
+
+
+def _cores_of_ranks(tp: int) -> list[str]:
+    cores = sorted(os.sched_getaffinity(0))
+    return [str(cores[rank % len(cores)]) for rank in range(tp)]
+
+
+class Fleet:
+    """The processes that one command started; closing it ends all of them, from any thread."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @contextlib.contextmanager
+    def run_server(self, path: ServePath, settings: ServeSettings, log: Path) -> Iterator[Server]:
+        """A server that answers; it and all its children end with the block, whatever ends it.
+
+        Raises:
+            ServerFailed: it exits or does not answer within `settings.ready_timeout_s`.
+        """
+        port = free_port()
+        command, env = launch_command(path, settings, port), launch_environment(path, settings)
+        with self.run_process(command, env, log) as process:
+            server = Server(f"http://127.0.0.1:{port}", log, process)
+            begin = time.monotonic()
+            _wait_until_ready(server, settings.ready_timeout_s)
+            server.started_s = time.monotonic() - begin
+            yield server
+
+    @contextlib.contextmanager
+    def run_process(
+        self, command: Sequence[str], env: dict[str, str], log: Path, cwd: Path | None = None
+    ) -> Iterator[subprocess.Popen]:
+        """A process in its own session with its output in `log`; its whole group is ended with the block.
+
+        Raises:
+            ServerFailed: the fleet is closed.
+        """
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock:
+            if self._closed:
+                raise ServerFailed("interrupted before it started")
+            with log.open("wb") as stream:
+                stream.write(("$ " + " ".join(command) + "\n").encode())
+                stream.flush()
+                process = subprocess.Popen(
+                    list(command),
+                    env=env,
+                    cwd=cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stream,
+                    stderr=stream,
+                    start_new_session=True,
+                )
+            self._running.add(process)
+        try:
+            yield process
+        finally:
+            _end_group(process)
+            with self._lock:
+                self._running.discard(process)
+
+    def close(self) -> None:
+        """End every running process and refuse new ones; the blocks that hold them fail and unwind."""
+        with self._lock:
+            self._closed = True
+            processes = list(self._running)
+        for process in processes:
+            _end_group(process)
+
+
+def _end_group(process: subprocess.Popen) -> None:
+    """Terminate the process group, then kill what is left of it."""
+    # The group outlives its leader, so it is signalled even when the leader is gone.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + _STOP_GRACE_S
+    while time.monotonic() < deadline and _group_lives(process):
+        time.sleep(0.05)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _group_lives(process: subprocess.Popen) -> bool:
+    # Reaps the leader: a zombie would keep the group visible.
+    process.poll()
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _wait_until_ready(server: Server, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            raise server.failed("ended before it answered")
+        try:
+            with urllib.request.urlopen(server.url + "/model_info", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.25)
+    raise server.failed(f"did not answer within {timeout_s:.0f} s of its start")
+
+
+def free_port() -> int:
+    """A TCP port that is free on the loopback interface now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def read_prefill_lines(log: Path) -> list[PrefillLine]:
+    """What each process of a server logged about its prefill, one entry per process, sorted by process."""
+    lines: dict[str, PrefillLine] = {}
+    for text in log.read_text(errors="replace").splitlines():
+        if match := _PREFILL_LINE.search(text):
+            found = {name: (value or "").strip() for name, value in match.groupdict().items()}
+            lines[found["process"]] = PrefillLine(**found)
+    return [lines[process] for process in sorted(lines)]
+
+
+def check_prefill_lines(path: ServePath, lines: Sequence[PrefillLine], ranks: int) -> str | None:
+    """Why a server did not run the path it was started for; None when each rank logged that path's pipeline."""
+    if path.pipeline is None:
+        return None
+    if len(lines) != ranks:
+        return f"{len(lines)} of {ranks} ranks logged a prefill pipeline"
+    for line in lines:
+        if line.pipeline != path.pipeline or (path.sync and line.sync != path.sync):
+            return (
+                f"{line.process or 'a rank'} ran pipeline={line.pipeline} sync={line.sync} instead of "
+                f"pipeline={path.pipeline} sync={path.sync}: {line.reason}"
+            )
+    return None
+
+
+@contextlib.contextmanager
+def interrupt_on_sigterm() -> Iterator[None]:
+    """Within the block SIGTERM unwinds the stack as Ctrl-C does, so that no server is left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(signum, frame):
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _log_tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    return "\n".join("  | " + line[:300] for line in lines[-_LOG_TAIL_LINES:])

@@ -1,0 +1,172 @@
+"""Input token throughput per path and prompt length, by SGLang's own `sglang.bench_serving`, in alternating rounds."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sglang_deepep_v2.ab.paths import ServePath
+from sglang_deepep_v2.ab.servers import (
+    Fleet,
+    Server,
+    ServerFailed,
+    ServeSettings,
+    check_prefill_lines,
+    read_prefill_lines,
+)
+from sglang_deepep_v2.ab.session import Report
+
+_WARMUP_PROMPTS = 2
+_MIN_PROMPTS = 4
+_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True)
+class ThroughputPlan:
+    """What is measured.
+
+    Attributes:
+        model: the checkpoint's name in the results.
+        settings: how the servers are started.
+        prompt_lengths: tokens per prompt.
+        tokens: prompt tokens of one measurement; the number of prompts follows from it.
+        rounds: measurements per path and length; paths alternate within a round.
+        together: keep all servers up and alternate between them, instead of one server at a time.
+        out: directory for logs and single measurements.
+        resume: keep the measurements that `out` already has.
+    """
+
+    model: str
+    settings: ServeSettings
+    prompt_lengths: tuple[int, ...]
+    tokens: int
+    rounds: int
+    together: bool
+    out: Path
+    fleet: Fleet
+    resume: bool = False
+
+    @property
+    def raw_file(self) -> Path:
+        return self.out / f"{self.model}.throughput.jsonl"
+
+    def read_rows(self) -> list[dict]:
+        """The single measurements on disk that were taken with this plan's settings."""
+        lines = self.raw_file.read_text().splitlines() if self.raw_file.is_file() else []
+        return [row for row in map(json.loads, lines) if row["settings"] == self.fingerprint()]
+
+    def fingerprint(self) -> str:
+        """Changes with anything that makes two measurements incomparable."""
+        question = json.dumps([asdict(self.settings), self.tokens, self.together], sort_keys=True)
+        return hashlib.sha256(question.encode()).hexdigest()[:16]
+
+
+def measure_throughput(plan: ThroughputPlan, paths: Sequence[ServePath], report: Report) -> list[dict]:
+    """One row per path and prompt length: `path`, `model`, `prompt_len`, `input_tok_s_median`, `_min`, `_max`,
+    `rounds`, `ep`.
+
+    Raises:
+        ServerFailed: a server or a measurement failed, or a server ran another pipeline than its path's.
+    """
+    plan.out.mkdir(parents=True, exist_ok=True)
+    if not plan.resume:
+        plan.raw_file.unlink(missing_ok=True)
+    done = {(row["path"], row["prompt_len"], row["round"]) for row in plan.read_rows()}
+
+    def missing(path: ServePath, round_index: int) -> list[int]:
+        return [length for length in plan.prompt_lengths if (path.name, length, round_index) not in done]
+
+    with contextlib.ExitStack() as shared:
+        servers: dict[str, Server] = {}
+        for round_index in range(plan.rounds):
+            # Every other round backwards, so that drift of the clocks favours no path.
+            for path in list(paths)[:: 1 if round_index % 2 == 0 else -1]:
+                lengths = missing(path, round_index)
+                if not lengths:
+                    continue
+                with contextlib.ExitStack() as own:
+                    if path.name not in servers or not plan.together:
+                        report(path.name, f"round {round_index + 1}: starting")
+                        servers[path.name] = _start(plan, path, shared if plan.together else own)
+                    for length in lengths:
+                        report(path.name, f"round {round_index + 1}: prompts of {length} tokens")
+                        speed = run_bench(plan, servers[path.name], path, length, plan.tokens)
+                        _append_row(plan, path, length, round_index, speed)
+                report(path.name, f"round {round_index + 1} done")
+    return summarize(plan.read_rows(), plan.model, plan.settings.tp)
+
+
+def _start(plan: ThroughputPlan, path: ServePath, stack: contextlib.ExitStack) -> Server:
+    log = plan.out / f"{plan.model}.{path.name}.throughput-server.log"
+    server = stack.enter_context(plan.fleet.run_server(path, plan.settings, log))
+    # Kernels of these shapes are compiled at their first use.
+    for length in plan.prompt_lengths:
+        run_bench(plan, server, path, length, _WARMUP_PROMPTS * length)
+    if wrong := check_prefill_lines(path, read_prefill_lines(log), plan.settings.tp):
+        raise server.failed(f"of path {path.name}: {wrong}")
+    return server
+
+
+def run_bench(plan: ThroughputPlan, server: Server, path: ServePath, length: int, tokens: int) -> float:
+    """Input tokens per second of one `sglang.bench_serving` run.
+
+    Raises:
+        ServerFailed: it failed, or not every request was answered.
+    """
+    prompts = max(_MIN_PROMPTS if tokens == plan.tokens else 1, tokens // length)
+    log = plan.out / f"{plan.model}.{path.name}.bench.log"
+    output = plan.out / f".{plan.model}.{path.name}.bench.jsonl"
+    output.unlink(missing_ok=True)
+    command = [sys.executable, "-W", "ignore", "-m", "sglang.bench_serving", "--backend", "sglang"]
+    command += ["--host", "127.0.0.1", "--port", str(server.port), "--dataset-name", "random-ids", "--tokenize-prompt"]
+    command += ["--random-input-len", str(length), "--random-output-len", "1", "--random-range-ratio", "1.0"]
+    command += ["--num-prompts", str(prompts), "--warmup-requests", "0", "--disable-tqdm", "--output-file", str(output)]
+    env = os.environ | {"SGLANG_OVERLAY": "0"}
+    try:
+        with plan.fleet.run_process(command, env, log) as process:
+            code = process.wait(timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired as exc:
+        raise server.failed(f"took longer than {_TIMEOUT_S:.0f} s for sglang.bench_serving, log {log}") from exc
+    if code or not output.is_file():
+        raise ServerFailed(f"sglang.bench_serving ended with exit code {code}; logs: {log}, {server.log}")
+    result = json.loads(output.read_text().splitlines()[-1])
+    output.unlink()
+    if result["completed"] != prompts:
+        raise server.failed(f"completed {result['completed']} of {prompts} requests of sglang.bench_serving ({log})")
+    return float(result["input_throughput"])
+
+
+def summarize(rows: Sequence[dict], model: str, ep: int) -> list[dict]:
+    """Median and spread of single measurements, in the order in which paths and lengths first appear."""
+    speeds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for row in rows:
+        speeds[row["path"], row["prompt_len"]].append(row["input_tok_s"])
+    return [
+        {
+            "path": path,
+            "model": model,
+            "prompt_len": length,
+            "input_tok_s_median": round(statistics.median(values), 1),
+            "input_tok_s_min": round(min(values), 1),
+            "input_tok_s_max": round(max(values), 1),
+            "rounds": len(values),
+            "ep": ep,
+        }
+        for (path, length), values in speeds.items()
+    ]
+
+
+def _append_row(plan: ThroughputPlan, path: ServePath, length: int, round_index: int, speed: float) -> None:
+    row = {"path": path.name, "prompt_len": length, "round": round_index, "input_tok_s": speed}
+    row["settings"] = plan.fingerprint()
+    with plan.raw_file.open("a") as stream:
+        stream.write(json.dumps(row) + "\n")
