@@ -5,10 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import typer
 
 from sglang_deepep_v2.cli import app
 
-COMMANDS = sorted(command.name or command.callback.__name__ for command in app.registered_commands)
+COMMANDS = typer.main.get_command(app).commands
 
 
 def python(code: str, *args: str) -> subprocess.CompletedProcess:
@@ -21,12 +22,14 @@ def test_the_command_line_imports_neither_torch_nor_sglang():
     assert not {"torch", "sglang", "transformers", "numpy"} & loaded
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command: str):
-    done = python("from sglang_deepep_v2.cli import app; app()", command, "--help")
-    assert done.returncode == 0, done.stderr
-    # The first line of the function's docstring, and every option explained.
-    assert f"Usage: -c {command}" in done.stdout
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_and_option_explains_itself(name: str):
+    command = COMMANDS[name]
+    assert command.help
+    assert [option.name for option in command.params if not getattr(option, "help", None)] == []
+    done = python("from sglang_deepep_v2.cli import app; app()", name, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"Usage: -c {name}" in done.stdout
 
 
 def test_status_agrees_with_this_environment():
