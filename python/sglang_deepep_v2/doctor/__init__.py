@@ -65,7 +65,7 @@ def doctor(
         list[str] | None,
         typer.Argument(
             help="A launch command to check, after `--`: -- python -m sglang.launch_server ...",
-            metavar="[-- COMMAND]",
+            metavar="-- COMMAND",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
