@@ -28,12 +28,12 @@ import records
 
 from sglang_deepep_v2.ab.paths import PATHS
 from sglang_deepep_v2.ab.servers import (
+    Fleet,
     Server,
     ServeSettings,
     check_prefill_lines,
     interrupt_on_sigterm,
     read_prefill_lines,
-    run_server,
 )
 
 HERE = Path(__file__).resolve().parent
@@ -96,7 +96,7 @@ def evaluate(name: str, args: argparse.Namespace, tests: list[problems.Problem])
     # Sync-free prefill falls back by free memory unless a limit is set.
     path = replace(path, env={**path.env, "SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES": str(32 << 30)})
     log = args.logs / f"{name}.log"
-    with run_server(path, settings, log) as server:
+    with Fleet().run_server(path, settings, log) as server:
         logprobs = solution_logprobs(server, tests, args.timeout)
         given = answers(server, tests, args.timeout)
     wrong_path = check_prefill_lines(path, read_prefill_lines(log), args.tp)
