@@ -3,10 +3,14 @@ BIN := .venv/bin
 # The environment with a GPU, SGLang and this package in it.
 GPU_PYTHON ?= python3
 
+# The negative control: servers that also import test/demo_break/$(BREAK), which breaks the feature on purpose.
+BROKEN = $(or $(wildcard test/demo_break/$(BREAK)),$(error BREAK is one of: $(notdir $(wildcard test/demo_break/*))))
+
 .PHONY: help setup demo test test-gpu mutants lint
 
 help:
-	@echo "make demo     the real server on CPU, two ranks: expanded against non-expanded prefill (QUICK=1: one checkpoint)"
+	@echo "make demo     the real server on CPU, two ranks: expanded against non-expanded prefill (QUICK=1: one checkpoint;"
+	@echo "              BREAK=fold: must fail)"
 	@echo "make test     every test that needs no GPU"
 	@echo "make test-gpu the GPU tests, with GPU_PYTHON=python3"
 	@echo "make mutants  break the feature line by line and see the tests fail"
@@ -16,7 +20,7 @@ setup:
 	@scripts/setup_cpu.sh
 
 demo: setup
-	$(BIN)/sglang-deepep-v2 ab $(if $(QUICK),--quick)
+	$(BIN)/sglang-deepep-v2 ab $(if $(QUICK),--quick) $(if $(BREAK),--server-pythonpath $(BROKEN))
 
 test: setup
 	$(BIN)/python -m pytest test/srt -m "not gpu" -n 2 $(ARGS)

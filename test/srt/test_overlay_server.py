@@ -11,7 +11,7 @@ import pytest
 from sglang_deepep_v2 import overlay
 from sglang_deepep_v2.ab.checkpoints import CheckpointSpec, ensure_checkpoint
 from sglang_deepep_v2.ab.paths import PATHS
-from sglang_deepep_v2.ab.servers import ServeSettings, run_server
+from sglang_deepep_v2.ab.servers import Fleet, ServeSettings
 
 # Runs at each interpreter's start; writes the files of the overlaid modules whenever that set grows.
 REPORTER = """
@@ -44,6 +44,7 @@ def read_reports(folder: Path) -> dict[int, dict[str, str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_every_process_of_a_server_runs_the_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     hook, reports = tmp_path / "hook", tmp_path / "reports"
     hook.mkdir()
@@ -53,10 +54,10 @@ def test_every_process_of_a_server_runs_the_tree(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("OVERLAY_NAMES", json.dumps([*overlay.modules()]))
     spec = CheckpointSpec("tiny", "Qwen3MoeForCausalLM", layers=1)
     model = ensure_checkpoint(spec, tmp_path)
-    settings = ServeSettings(str(model), tp=2, chunk=64, cpu=True, pythonpath=(str(hook),), ready_timeout_s=200)
-    with run_server(PATHS["psum"], settings, tmp_path / "server.log") as server:
+    settings = ServeSettings(str(model), tp=2, chunk=64, cpu=True, pythonpath=(str(hook),), ready_timeout_s=400)
+    with Fleet().run_server(PATHS["psum"], settings, tmp_path / "server.log") as server:
         body = {"input_ids": [[11, 12, 13, 14]], "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
-        (answer,) = server.post("/generate", body, timeout_s=100)
+        (answer,) = server.post("/generate", body, timeout_s=150)
         assert len(answer["output_ids"]) == 1
         time.sleep(0.5)
         main = psutil.Process(server.process.pid)
