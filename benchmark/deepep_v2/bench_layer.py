@@ -63,6 +63,7 @@ class Side:
         environment = dict(os.environ)
         environment.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
         environment.setdefault("EP_DISABLE_GIN", "1")
+        environment.setdefault("EP_REUSE_NCCL_COMM", "0")
         environment.setdefault("HF_HUB_OFFLINE", "1")
         environment.setdefault("TRANSFORMERS_OFFLINE", "1")
         if args.device == "cpu":
@@ -109,6 +110,8 @@ class Side:
                     raise WorkerError(f"{self.name} rank {rank} did not answer within {timeout:.0f} s")
                 answers.append(connection.recv())
             except (EOFError, OSError) as error:
+                # Its peers would wait for it, and their answers would come out of turn.
+                self.stop()
                 raise WorkerError(f"{self.name} rank {rank} died: exit status {self.processes[rank].poll()}") from error
         for rank, answer in enumerate(answers):
             if "error" in answer and isinstance(answer["error"], str):
@@ -234,11 +237,20 @@ class Bench:
 
     def _prepare(self, tokens: int) -> dict[str, Side]:
         """Builds and warms the paths; returns those that run, with their side."""
+        for name in [name for name, side in self.sides.items() if not side.alive()]:
+            del self.sides[name]
         for side in self.sides.values():
             side.send("prepare", tokens=tokens, wanted=list(self.args.paths))
         ready: dict[str, Side] = {}
-        for name, side in self.sides.items():
-            answers = side.replies(400)
+        for name, side in list(self.sides.items()):
+            try:
+                answers = side.replies(400)
+            except WorkerError as error:
+                self.failures.append(f"{name} at {tokens} tokens")
+                print(f"-- {name} could not prepare {tokens} tokens\n{error}", flush=True)
+                if not side.alive():
+                    del self.sides[name]
+                continue
             for path in SIDES[name]:
                 errors = [answer["paths"].get(path, "not wanted") for answer in answers]
                 if all(error is None for error in errors):
@@ -298,8 +310,10 @@ class Bench:
         records.append(self.out / "layer.jsonl", fresh)
 
     def _inspect(self, path: str) -> dict:
-        side = self.sides["upstream" if path in UPSTREAM_PATHS else "patch"]
+        side = self.sides.get("upstream" if path in UPSTREAM_PATHS else "patch")
         found: dict = {}
+        if side is None:
+            return found
 
         def ask() -> None:
             answers = side.ask("inspect", path=path)

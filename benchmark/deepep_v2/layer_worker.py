@@ -66,6 +66,8 @@ class Worker:
 
         if self.device_type == "cuda":
             torch.cuda.set_device(self.rank)
+            # As SGLang's model runner does.
+            torch.set_num_threads(1)
         self.device = torch.device(self.device_type, self.rank if self.device_type == "cuda" else None)
         from devices import device_tools
 
