@@ -39,7 +39,7 @@ COLOURS = {
     "row moves": "#f58518",
     "scales and labels": "#eeca3b",
     "copies and fills": "#b279a2",
-    "mega MoE": "#54a24b",
+    "mega MoE": "#9d755d",
     "other": "#d8b5a5",
 }
 
@@ -178,7 +178,9 @@ def draw_timeline(plt, timeline: list[dict], tokens: int, file: Path) -> bool:
     axes.invert_yaxis()
     axes.set_xlabel("us from the layer's first kernel (under the profiler, which lengthens the gaps)")
     axes.set_title(f"Kernels of one MoE layer, {tokens} tokens per rank")
-    axes.legend([used[p] for p in COLOURS if p in used], [p for p in COLOURS if p in used], fontsize=7, ncol=5)
+    names = [part for part in COLOURS if part in used]
+    handles = [used[part] for part in names]
+    axes.legend(handles, names, fontsize=7, ncol=5, loc="upper center", bbox_to_anchor=(0.5, -0.22))
     _save(plt, figure, file)
     return True
 

@@ -95,7 +95,7 @@ class Experts(nn.Module):
         # Share of tokens an expert gets, times its mean probability: least when all are used alike.
         self.balance = config.experts * ((weights > 0).float().mean(0) * probabilities.mean(0)).sum() / config.topk
         both = F.linear(x, self.gate_up.to(x.dtype).flatten(0, 1)).view(-1, config.experts, 2, config.expert)
-        routed = F.silu(both[:, :, 0]) * both[:, :, 1] * weights[:, :, None].to(x.dtype)
+        routed = F.silu(both[:, :, 0]) * both[:, :, 1] * weights[:, :, None].to(both.dtype)
         down = self.down.to(x.dtype).permute(1, 0, 2).reshape(config.hidden, -1)
         return F.linear(routed.flatten(1), down).view(shape)
 

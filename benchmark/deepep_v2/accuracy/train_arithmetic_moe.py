@@ -20,15 +20,24 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import numpy as np
 import problems
 import torch
 import torch.nn.functional as F
 from moe_model import Config, MoeLM, quantise_experts_, write_checkpoint
 
 
-def _rows(task: tuple[int, int, int]) -> list[tuple[list[int], list[int]]]:
-    seed, count, max_value = task
-    return [(p.prompt_ids(), p.solution_ids()) for p in problems.training(seed, count, max_value)]
+def _rows(task: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(all token ids one after another, tokens of each problem, tokens of its question) of (seed, count, max_value)."""
+    flat: list[int] = []
+    totals, questions = [], []
+    for problem in problems.training(*task):
+        question, solution = problem.prompt_ids(), problem.solution_ids()
+        flat += question
+        flat += solution
+        totals.append(len(question) + len(solution))
+        questions.append(len(question))
+    return np.array(flat, dtype=np.int16), np.array(totals), np.array(questions)
 
 
 def training_data(seed: int, count: int, max_value: int, processes: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,15 +45,15 @@ def training_data(seed: int, count: int, max_value: int, processes: int) -> tupl
     share = -(-count // max(1, processes))
     tasks = [(seed * 1000 + i, min(share, count - i * share), max_value) for i in range(processes) if i * share < count]
     if processes > 1:
-        with multiprocessing.get_context("spawn").Pool(processes) as pool:
-            rows = [row for part in pool.map(_rows, tasks) for row in part]
+        # Forked before the device is touched.
+        with multiprocessing.get_context("fork").Pool(processes) as pool:
+            parts = pool.map(_rows, tasks)
     else:
-        rows = [row for task in tasks for row in _rows(task)]
-    length = max(len(prompt) + len(solution) for prompt, solution in rows)
-    ids = torch.full((len(rows), length), problems.PAD, dtype=torch.int16)
-    for i, (prompt, solution) in enumerate(rows):
-        ids[i, : len(prompt) + len(solution)] = torch.tensor(prompt + solution, dtype=torch.int16)
-    return ids, torch.tensor([len(prompt) for prompt, _ in rows])
+        parts = [_rows(task) for task in tasks]
+    flat, totals, questions = (torch.from_numpy(np.concatenate(part)) for part in zip(*parts))
+    ids = torch.full((len(totals), int(totals.max())), problems.PAD, dtype=torch.int16)
+    ids[torch.arange(ids.shape[1]) < totals[:, None]] = flat
+    return ids, questions
 
 
 def loss_of(
@@ -62,31 +71,35 @@ def loss_of(
     return entropy + balance * model.balance(), entropy.detach()
 
 
+GENERATE_BATCH = 512
+
+
 def _mixed_precision(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
 @torch.no_grad()
 def generate(model: MoeLM, prompts: list[list[int]], max_new: int, device: torch.device) -> list[list[int]]:
-    """Greedy continuations, one batch a prompt length, without a key-value cache."""
-    answers: dict[int, list[int]] = {}
-    lengths = sorted({len(prompt) for prompt in prompts})
-    for length in lengths:
-        members = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
-        ids = torch.tensor([prompts[i] for i in members], device=device)
-        done = torch.zeros(len(members), dtype=torch.bool, device=device)
+    """Greedy continuations, without a key-value cache. Padding is on the right, out of causal attention's sight."""
+    answers: list[list[int]] = []
+    for begin in range(0, len(prompts), GENERATE_BATCH):
+        batch = prompts[begin : begin + GENERATE_BATCH]
+        lengths = torch.tensor([len(prompt) for prompt in batch], device=device)
+        ids = torch.full((len(batch), int(lengths.max()) + max_new), problems.PAD, device=device)
+        for row, prompt in zip(ids, batch):
+            row[: len(prompt)] = torch.tensor(prompt, device=device)
+        rows, done = torch.arange(len(batch), device=device), torch.zeros(len(batch), dtype=torch.bool, device=device)
         for _ in range(max_new):
             with _mixed_precision(device):
-                states = model.hidden_states(ids)[:, -1]
+                states = model.hidden_states(ids[:, : int(lengths.max())])[rows, lengths - 1]
                 token = model.lm_head(states).float().argmax(-1)
-            token = torch.where(done, torch.full_like(token, problems.PAD), token)
-            ids = torch.cat([ids, token[:, None]], 1)
+            ids[rows, lengths] = torch.where(done, ids[rows, lengths], token)
+            lengths = lengths + (~done).long()
             done |= token == problems.EOS
             if bool(done.all()):
                 break
-        for row, i in zip(ids[:, length:].tolist(), members):
-            answers[i] = row
-    return [answers[i] for i in range(len(prompts))]
+        answers += [row[len(prompt) : end] for row, prompt, end in zip(ids.tolist(), batch, lengths.tolist())]
+    return answers
 
 
 def accuracy(model: MoeLM, tests: list[problems.Problem], device: torch.device) -> float:
@@ -174,7 +187,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--problems", type=int, default=500_000)
     parser.add_argument("--max-value", type=int, default=problems.MAX_VALUE)
     parser.add_argument("--processes", type=int, default=max(1, min(14, (os.cpu_count() or 2) - 1)))
-    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--balance", type=float, default=0.01, help="weight of the router's balance loss")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--expert", type=int, default=256)
