@@ -121,7 +121,9 @@ def test_training_lowers_the_loss_and_writes_what_is_served(tmp_path):
     import train_arithmetic_moe as training
 
     sizes = "--hidden 256 --layers 1 --experts 2 --topk 1 --problems 40 --processes 1 --batch 2 --max-value 9"
-    arguments = f"--out {tmp_path} --device cpu --steps 12 --seconds 60 --report 6 --probe 1 --skip-eval --lr 0.02 {sizes}"
+    arguments = (
+        f"--out {tmp_path} --device cpu --steps 12 --seconds 60 --report 6 --probe 1 --skip-eval --lr 0.02 {sizes}"
+    )
     report = training.train(training.parse(arguments.split()))
     assert report["steps"] == 12 and report["losses"][-1] < report["losses"][0] - 0.3
     assert report["losses"][0] == pytest.approx(math.log(problems.VOCAB_SIZE), rel=0.1)

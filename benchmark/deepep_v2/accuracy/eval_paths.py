@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import time
-import traceback
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,7 +43,7 @@ LEAST_DROP_POINTS = 20.0
 DEFAULT_PATHS = ("nonexpanded", "labels", "psum", "psum_sync_free", "sglang_nonexpanded", "sglang_expanded", BROKEN)
 GPU_ARGUMENTS = (
     "--attention-backend triton --sampling-backend pytorch --grammar-backend none --disable-cuda-graph "
-    "--mem-fraction-static 0.4 --context-length 1024 --max-running-requests 512"
+    "--mem-fraction-static 0.4 --max-total-tokens 200000 --context-length 1024 --max-running-requests 512"
 )
 
 
@@ -81,8 +81,19 @@ def quantiles(reference: list[float], other: list[float]) -> tuple[float, float]
     return statistics.median(differences), differences[min(len(differences) - 1, int(0.99 * len(differences)))]
 
 
-def evaluate(name: str, args: argparse.Namespace, tests: list[problems.Problem]) -> tuple[int, list[float]]:
-    """(right answers, solution logprobs) of one path's server. Raises when the server fails or ran another path."""
+def evaluate(
+    name: str, args: argparse.Namespace, tests: list[problems.Problem], fleet: Fleet
+) -> tuple[int, list[float], float]:
+    """(right answers, solution logprobs, seconds) of one path's server.
+
+    Raises:
+        ServerFailed: the server did not start or answer.
+        RuntimeError: a rank ran another path than the one asked for, or the fault was not planted.
+        TimeoutError: the time budget is spent before the server starts.
+    """
+    begin = time.monotonic()
+    if begin > args.deadline:
+        raise TimeoutError(f"not started: the time budget of {args.time_budget:.0f} s is spent")
     path = PATHS["psum" if name == BROKEN else name]
     settings = ServeSettings(
         model=str(args.model),
@@ -96,7 +107,7 @@ def evaluate(name: str, args: argparse.Namespace, tests: list[problems.Problem])
     # Sync-free prefill falls back by free memory unless a limit is set.
     path = replace(path, env={**path.env, "SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES": str(32 << 30)})
     log = args.logs / f"{name}.log"
-    with Fleet().run_server(path, settings, log) as server:
+    with fleet.run_server(path, settings, log) as server:
         logprobs = solution_logprobs(server, tests, args.timeout)
         given = answers(server, tests, args.timeout)
     wrong_path = check_prefill_lines(path, read_prefill_lines(log), args.tp)
@@ -104,7 +115,8 @@ def evaluate(name: str, args: argparse.Namespace, tests: list[problems.Problem])
         raise RuntimeError(f"{name}: {wrong_path}; log: {log}")
     if name == BROKEN and "broken fold" not in log.read_text(errors="replace"):
         raise RuntimeError(f"{name}: the fault was not planted; log: {log}")
-    return sum(answer == test.answer for answer, test in zip(given, tests)), logprobs
+    correct = sum(answer == test.answer for answer, test in zip(given, tests))
+    return correct, logprobs, time.monotonic() - begin
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,29 +124,32 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("EP_DISABLE_GIN", "1")
     training = json.loads((args.model.parent / "train.json").read_text()) if args.with_training else {}
     tests = problems.held_out(max_value=args.max_value)[: args.limit]
-    started, reference, rows, shares, failed = time.monotonic(), None, [], {}, []
-    rows.append(["path", "correct", "total", "exact match %", "logprob diff p50", "p99", "seconds"])
-    for name in args.paths:
-        if time.monotonic() - started > args.time_budget:
-            print(f"-- skipped {name}: the time budget of {args.time_budget:.0f} s is spent", flush=True)
-            continue
-        begin = time.monotonic()
+    args.deadline = time.monotonic() + args.time_budget
+    reference, shares, failed = None, {}, []
+    rows = [["path", "correct", "total", "exact match %", "logprob diff p50", "p99", "seconds"]]
+    fleet = Fleet()
+    with ThreadPoolExecutor(args.parallel) as pool:
+        jobs = {name: pool.submit(evaluate, name, args, tests, fleet) for name in args.paths}
         try:
-            correct, logprobs = evaluate(name, args, tests)
-            reference = reference or logprobs
-            p50, p99 = quantiles(reference, logprobs)
-        except Exception:
-            failed.append(name)
-            print(f"-- {name} failed\n{traceback.format_exc(limit=4)}", flush=True)
-            continue
-        record = dict(zip(FIELDS, (name, correct, len(tests), p50, p99)))
-        records.append(args.out / "accuracy.jsonl", [records.validate(record, FIELDS)])
-        shares[name] = 100 * correct / len(tests)
-        seconds = time.monotonic() - begin
-        rows.append(
-            [name, str(correct), str(len(tests)), f"{shares[name]:.2f}", f"{p50:.5f}", f"{p99:.5f}", f"{seconds:.0f}"]
-        )
-        print(f"{name}: {correct} of {len(tests)}, {seconds:.0f} s", flush=True)
+            for name, job in jobs.items():
+                try:
+                    correct, logprobs, seconds = job.result()
+                    reference = reference or logprobs
+                    p50, p99 = quantiles(reference, logprobs)
+                except Exception as error:
+                    failed.append(name)
+                    print(f"-- {name} failed: {type(error).__name__}: {error}", flush=True)
+                    continue
+                record = dict(zip(FIELDS, (name, correct, len(tests), p50, p99)))
+                records.append(args.out / "accuracy.jsonl", [records.validate(record, FIELDS)])
+                share = shares[name] = 100 * correct / len(tests)
+                text = (f"{share:.2f}", f"{p50:.5f}", f"{p99:.5f}", f"{seconds:.0f}")
+                rows.append([name, str(correct), str(len(tests)), *text])
+                print(f"{name}: {correct} of {len(tests)}, {seconds:.0f} s", flush=True)
+        finally:
+            fleet.close()
+            for job in jobs.values():
+                job.cancel()
     print(records.align(rows), flush=True)
     if training:
         print(
@@ -156,6 +171,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=problems.NUM_HELD_OUT, help="problems to answer")
     parser.add_argument("--max-value", type=int, default=problems.MAX_VALUE, help="as in training")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--parallel", type=int, default=3, help="servers that run at once on the device")
     parser.add_argument("--out", type=Path, default=HERE.parent / "results")
     parser.add_argument("--logs", type=Path, default=Path("accuracy-logs"))
     parser.add_argument("--timeout", type=float, default=300, help="seconds for a server's start and for each request")
