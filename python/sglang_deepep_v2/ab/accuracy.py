@@ -55,14 +55,14 @@ def check_data(settings: EvalSettings) -> int:
 def evaluate_gsm8k(server: Server, settings: EvalSettings, fleet: Fleet, log: Path) -> dict:
     """Correct answers and SGLang's printed numbers: `correct`, `total`, `accuracy`, `invalid`, `latency_s`.
 
-    The evaluation's log is `log`, its transcript `log` with the suffix `.answers.txt`.
+    The evaluation's log is `log`; its transcript lies in the directory `<log's stem>.gsm8k`.
 
     Raises:
         ServerFailed: the evaluation failed or printed no accuracy.
     """
     total = check_data(settings)
     command = [sys.executable, "-W", "ignore", "-m", "sglang.test.few_shot_gsm8k"]
-    command += ["--host", "http://127.0.0.1", "--port", str(server.port)]
+    command += ["--host", "127.0.0.1", "--port", str(server.port)]
     command += ["--data-path", str(settings.data_path.resolve()), "--num-questions", str(settings.num_questions)]
     command += ["--num-shots", str(settings.num_shots), "--max-new-tokens", str(settings.max_new_tokens)]
     command += ["--parallel", str(settings.parallel)]

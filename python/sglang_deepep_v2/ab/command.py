@@ -133,9 +133,10 @@ def ab(
     * accuracy only: sglang-deepep-v2 ab --model MODEL --tp 8 --prompt-len '' --eval gsm8k --data-path test.jsonl
     """
     console = _console(stderr=str(json_file) == "-")
-    cpu = model is None
+    cpu = model is None or not _has_cuda()
     options = _Options(
         model=model,
+        cpu=cpu,
         tp=tp or (2 if cpu else 1),
         chunk=chunk or (_DEMO_CHUNK if cpu else _MODEL_CHUNK),
         new_tokens=new_tokens or (_DEMO_NEW_TOKENS if cpu else _MODEL_NEW_TOKENS),
@@ -192,6 +193,7 @@ class _Options:
     """The command's options with their defaults filled in."""
 
     model: str | None
+    cpu: bool
     tp: int
     chunk: int
     new_tokens: int
@@ -204,10 +206,6 @@ class _Options:
     jobs: int
     resume: bool
     evaluation: EvalSettings | None
-
-    @property
-    def cpu(self) -> bool:
-        return self.model is None
 
     def serve_settings(self, model: str) -> ServeSettings:
         return ServeSettings(model, self.tp, self.chunk, self.cpu, self.extra_args, self.pythonpath)
@@ -238,28 +236,30 @@ def _evaluation(name, data_path, questions, shots, max_new_tokens) -> EvalSettin
 def _checkpoints(options: _Options, paths: str | None, quick: bool) -> list[Checkpoint]:
     from sglang_deepep_v2.ab.checkpoints import REALISTIC, TINY, ensure_checkpoint
 
-    if options.cpu:
+    if options.model is None:
         found = []
         for name, default_paths in (_QUICK if quick else _DEMO_PATHS).items():
             selected = select_paths(paths or default_paths, cpu=True, ranks=options.tp)
             directory = ensure_checkpoint(TINY[name], DEMO_DIR / "checkpoints").resolve()
             found.append(Checkpoint(name, str(directory), TINY[name].vocab, selected, supports(str(directory))))
         return found
-    selected = select_paths(paths or (_QUICK_MODEL_PATHS if quick else _MODEL_PATHS), cpu=False, ranks=options.tp)
+    default_paths = _QUICK_MODEL_PATHS if quick or options.cpu else _MODEL_PATHS
+    selected = select_paths(paths or default_paths, cpu=options.cpu, ranks=options.tp)
     model = options.model
     if model.startswith(_RANDOM_PREFIX):
         name = "random-" + model.removeprefix(_RANDOM_PREFIX)
         if name not in REALISTIC:
             known = ", ".join(_RANDOM_PREFIX + key.removeprefix("random-") for key in REALISTIC)
             raise ValueError(f"--model {model} is unknown; generated ones are {known}")
-        model = str(ensure_checkpoint(REALISTIC[name], DEMO_DIR / "checkpoints", _device()).resolve())
+        device = "cpu" if options.cpu else "cuda"
+        model = str(ensure_checkpoint(REALISTIC[name], DEMO_DIR / "checkpoints", device).resolve())
     return [Checkpoint(Path(model).name, model, _vocabulary(model), selected, False)]
 
 
-def _device() -> str:
+def _has_cuda() -> bool:
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.cuda.is_available()
 
 
 def _vocabulary(model: str) -> int:
@@ -343,7 +343,7 @@ def _measure(
 
 def _explain_cpu(console: Console) -> None:
     console.print(
-        "Real sglang.launch_server on CPU, two expert-parallel ranks. Expanded and non-expanded prefill of this patch "
+        "Real sglang.launch_server on CPU, expert parallel. Expanded and non-expanded prefill of this patch "
         "run its reference transport (DeepEP has no CPU build) and PyTorch grouped GEMMs; Triton kernels, SGLang's own "
         "among them, run interpreted. Plain SGLang's deepep_v2 cannot start here: it imports deep_ep. Its MoE without "
         "an all-to-all (none) and Hugging Face transformers are the independent answers.",

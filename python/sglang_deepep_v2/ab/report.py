@@ -70,9 +70,9 @@ def print_verdicts(console: Console, model: str, baseline: str, verdicts: Sequen
     table = Table(title=f"{model}: against {baseline}", title_justify="left")
     table.add_column("path", no_wrap=True)
     table.add_column("each process logged", no_wrap=True)
-    for heading in ("greedy equal", "largest", "median", "bound"):
+    for heading in ("same greedy", "largest", "median", "bound"):
         table.add_column(heading, justify="right")
-    table.add_column("seconds", justify="right")
+    table.add_column("s", justify="right")
     table.add_column("verdict", no_wrap=True)
     for verdict in verdicts:
         comparison = verdict.comparison
@@ -102,14 +102,12 @@ def describe_lines(result: PathResult) -> str:
     for line in result.lines:
         process = line.process.split()[0] if line.process else "rank"
         said.setdefault(f"{line.pipeline}, {line.transport}, {line.sync} sync", []).append(process)
-    return (
-        "\n".join(f"{what} ({', '.join(processes)})" for what, processes in said.items()) or "SGLang's own, logs none"
-    )
+    return "\n".join(f"{', '.join(ranks)}: {what}" for what, ranks in said.items()) or "nothing: SGLang's own path"
 
 
 def print_throughput(console: Console, rows: Sequence[dict]) -> None:
     """Input token throughput per path and prompt length, relative to the first path of that length."""
-    table = Table(title="Input token throughput (tok/s)", title_justify="left")
+    table = Table(title="Input token throughput (tokens/s)", title_justify="left")
     for heading in ("model", "prompt length", "path", "median", "min", "max", "rounds", "against first"):
         table.add_column(heading, justify="left" if heading in ("model", "path") else "right")
     for length in sorted({row["prompt_len"] for row in rows}):

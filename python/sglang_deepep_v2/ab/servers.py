@@ -19,9 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang_deepep_v2.ab.paths import ServePath
+from sglang_deepep_v2.cpu_reference import PLATFORM_NAME
 
 CAPACITY = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 _STOP_GRACE_S = 3.0
+_KILL_GRACE_S = 5.0
 _LOG_TAIL_LINES = 25
 _PREFILL_LINE = re.compile(
     r"\[[^\]]*?(?P<process>(?: (?:DP|TP|EP|PP)\d+)+)?\] DeepEP v2 prefill: "
@@ -142,6 +144,9 @@ def launch_environment(path: ServePath, settings: ServeSettings) -> dict[str, st
         env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if settings.cpu:
         env |= {
+            # Also on a machine with GPUs: the demo's checkpoints and bounds are made for the CPU reference.
+            "SGLANG_PLATFORM": PLATFORM_NAME,
+            "CUDA_VISIBLE_DEVICES": "",
             "TRITON_INTERPRET": "1",
             "SGLANG_USE_CPU_ENGINE": "0",
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(_cores_of_ranks(settings.tp)),
@@ -225,26 +230,28 @@ class Fleet:
 
 
 def _end_group(process: subprocess.Popen) -> None:
-    """Terminate the process group, then kill what is left of it."""
+    """Terminate the process group, kill what is left of it, and return when nothing of it runs."""
     # The group outlives its leader, so it is signalled even when the leader is gone.
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + _STOP_GRACE_S
-    while time.monotonic() < deadline and _group_lives(process):
-        time.sleep(0.05)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    for number, grace in ((signal.SIGTERM, _STOP_GRACE_S), (signal.SIGKILL, _KILL_GRACE_S)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        deadline = time.monotonic() + grace
+        while _group_runs(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.poll()
     process.wait()
 
 
-def _group_lives(process: subprocess.Popen) -> bool:
-    # Reaps the leader: a zombie would keep the group visible.
-    process.poll()
-    try:
-        os.killpg(process.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def _group_runs(group: int) -> bool:
+    """Whether a process of the group runs; zombies, which nobody may reap in a container, do not count."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, process_group = stat.read_text().rsplit(")", 1)[1].split()[:3]
+        except OSError:
+            continue
+        if int(process_group) == group and state != "Z":
+            return True
+    return False
 
 
 def _wait_until_ready(server: Server, timeout_s: float) -> None:

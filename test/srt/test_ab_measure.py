@@ -1,0 +1,147 @@
+"""GSM8K and throughput through the A/B: SGLang's own programs against a fake server."""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_deepep_v2.ab import accuracy, servers, throughput
+from sglang_deepep_v2.ab.accuracy import EvalSettings, check_data, evaluate_gsm8k, parse_printed
+from sglang_deepep_v2.ab.paths import PATHS
+from sglang_deepep_v2.ab.servers import Fleet, ServerFailed, ServeSettings
+from sglang_deepep_v2.ab.throughput import ThroughputPlan, measure_throughput, summarize
+
+FAKE = Path(__file__).with_name("ab_fake_server.py")
+SETTINGS = ServeSettings("model", tp=2, chunk=64, cpu=True, ready_timeout_s=30)
+
+
+@pytest.fixture
+def fake_servers(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        servers, "launch_command", lambda path, s, port: [sys.executable, str(FAKE), "--port", str(port)]
+    )
+    return tmp_path
+
+
+def write_questions(file: Path, count: int) -> Path:
+    """Questions `What is i plus 10?` in GSM8K's format."""
+    lines = [
+        {"question": f"What is {i} plus 10?", "answer": f"{i} plus 10 is <<{i}+10={i + 10}>>{i + 10}.\n#### {i + 10}"}
+        for i in range(count)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def test_gsm8k_runs_sglangs_own_program_and_counts_wrong_answers(fake_servers, monkeypatch):
+    # 12 questions with sums 10 .. 21; the server is wrong above 18.
+    monkeypatch.setenv("FAKE_LARGEST_SUM", "18")
+    settings = EvalSettings(
+        write_questions(fake_servers / "gsm8k.jsonl", 20), num_questions=12, num_shots=2, parallel=4
+    )
+    fleet = Fleet()
+    with fleet.run_server(PATHS["psum"], SETTINGS, fake_servers / "server.log") as server:
+        result = evaluate_gsm8k(server, settings, fleet, fake_servers / "eval.log")
+    assert (result["correct"], result["total"]) == (9, 12)
+    assert result["accuracy"] == 0.75 and result["invalid"] == 0.0 and result["latency_s"] > 0
+    assert (fake_servers / "eval.gsm8k" / "tmp_output_gsm8k.txt").is_file()
+    assert not Path("tmp_output_gsm8k.txt").exists(), "nothing is written into the caller's directory"
+
+
+def test_an_evaluation_that_dies_names_its_log(fake_servers, monkeypatch):
+    monkeypatch.setattr(accuracy.sys, "executable", "/bin/false")
+    settings = EvalSettings(write_questions(fake_servers / "gsm8k.jsonl", 3), num_shots=1)
+    server = servers.Server("http://127.0.0.1:1", fake_servers / "server.log", process=None)
+    with pytest.raises(ServerFailed, match=r"exit code 1 and no accuracy; log: .*eval\.log"):
+        evaluate_gsm8k(server, settings, Fleet(), fake_servers / "eval.log")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"question": "a", "answer": "#### 1"}\n{"question": "a"}', "2: not a GSM8K line"),
+        ("[1]", "1: not a GSM8K line"),
+        ('{"question": "a", "answer": "none"}', "1: the answer has no number"),
+        ('{"question": "a", "answer": "#### 1"}', "has 1 questions, --eval-shots needs 5"),
+        ("", "has 0 questions"),
+    ],
+)
+def test_a_file_in_another_format_is_refused(tmp_path, text, message):
+    file = tmp_path / "data.jsonl"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        check_data(EvalSettings(file))
+
+
+def test_printed_numbers_are_read():
+    text = "noise\nAccuracy: 0.964\nInvalid: 0.002\nLatency: 12.345 s\nOutput throughput: 3.000 token/s\n"
+    assert parse_printed(text) == {"accuracy": 0.964, "invalid": 0.002, "latency_s": 12.345}
+    assert parse_printed("Traceback\n") == {}
+
+
+def make_plan(tmp_path, **kwargs):
+    options = dict(prompt_lengths=(16, 32), tokens=256, rounds=3, together=False, resume=False) | kwargs
+    return ThroughputPlan(model="tiny", settings=SETTINGS, out=tmp_path / "runs", fleet=Fleet(), **options)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_rounds_alternate_and_rows_carry_median_and_spread(fake_servers, monkeypatch, together):
+    order, speed = [], itertools.count(100)
+
+    def bench(plan, server, path, length, tokens):
+        if tokens == plan.tokens:
+            order.append((path.name, length))
+        return float(next(speed)) if tokens == plan.tokens else 0.0
+
+    monkeypatch.setattr(throughput, "run_bench", bench)
+    plan = make_plan(fake_servers, together=together)
+    rows = measure_throughput(plan, [PATHS["nonexpanded"], PATHS["psum"]], lambda path, status: None)
+    names = [name for name, length in order if length == 16]
+    assert names == ["nonexpanded", "psum", "psum", "nonexpanded", "nonexpanded", "psum"]
+    assert len(rows) == 4 and set(rows[0]) == {
+        "path", "model", "prompt_len", "input_tok_s_median", "input_tok_s_min", "input_tok_s_max", "rounds", "ep",
+    }  # fmt: skip
+    first = next(row for row in rows if (row["path"], row["prompt_len"]) == ("psum", 32))
+    assert (first["input_tok_s_min"], first["input_tok_s_median"], first["input_tok_s_max"]) == (103.0, 105.0, 111.0)
+    assert first["rounds"] == 3 and first["ep"] == 2 and first["model"] == "tiny"
+
+
+def test_an_interrupted_measurement_resumes_where_it_stopped(fake_servers, monkeypatch):
+    measured = []
+
+    def bench(plan, server, path, length, tokens):
+        if tokens == plan.tokens:
+            if len(measured) == 3:
+                raise KeyboardInterrupt
+            measured.append((path.name, length))
+        return 5.0
+
+    monkeypatch.setattr(throughput, "run_bench", bench)
+    paths = [PATHS["nonexpanded"], PATHS["psum"]]
+    with pytest.raises(KeyboardInterrupt):
+        measure_throughput(make_plan(fake_servers, rounds=1), paths, lambda *_: None)
+    measured.clear()
+    rows = measure_throughput(make_plan(fake_servers, rounds=1, resume=True), paths, lambda *_: None)
+    assert measured == [("psum", 32)] and len(rows) == 4
+    # Measurements under other settings are not taken over.
+    measured.clear()
+    with pytest.raises(KeyboardInterrupt):
+        measure_throughput(make_plan(fake_servers, rounds=1, resume=True, tokens=512), paths, lambda *_: None)
+    assert len(measured) == 3
+
+
+def test_a_server_on_another_pipeline_is_not_measured(fake_servers, monkeypatch):
+    monkeypatch.setenv("FAKE_PIPELINE", "labels")
+    monkeypatch.setattr(throughput, "run_bench", lambda *args: 1.0)
+    with pytest.raises(ServerFailed, match="ran pipeline=labels"):
+        measure_throughput(make_plan(fake_servers), [PATHS["psum"]], lambda *_: None)
+
+
+def test_summarize_keeps_paths_apart():
+    rows = [{"path": p, "prompt_len": 8, "input_tok_s": v} for p, v in (("a", 1.0), ("b", 9.0), ("a", 3.0))]
+    assert [(r["path"], r["input_tok_s_median"], r["rounds"]) for r in summarize(rows, "m", 1)] == [
+        ("a", 2.0, 2),
+        ("b", 9.0, 1),
+    ]

@@ -1,0 +1,233 @@
+"""The A/B's machinery against fake servers: exit codes, kept logs, resuming, and that no process is left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sglang_deepep_v2.ab import command, servers, session
+from sglang_deepep_v2.ab.paths import PATHS
+from sglang_deepep_v2.ab.probe import make_prompts
+from sglang_deepep_v2.ab.servers import Fleet, ServerFailed, ServeSettings
+from sglang_deepep_v2.cli import app
+
+FAKE = Path(__file__).with_name("ab_fake_server.py")
+NEW_TOKENS = 3
+
+
+@pytest.fixture
+def fake_servers(monkeypatch, tmp_path):
+    """Every server is a fake one, and nothing is written outside `tmp_path`."""
+    monkeypatch.setattr(servers, "launch_command", fake_command)
+    monkeypatch.setattr(command, "supports", lambda model: False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def fake_command(path, settings, port):
+    return [sys.executable, str(FAKE), "--port", str(port)]
+
+
+def make_job(tmp_path, fleet, **kwargs):
+    settings = ServeSettings("model", tp=2, chunk=64, cpu=True, ready_timeout_s=30)
+    return session.Job("tiny", settings, make_prompts(512, 64), NEW_TOKENS, tmp_path / "runs", fleet, **kwargs)
+
+
+def run(tmp_path, *names, **kwargs):
+    fleet = Fleet()
+    job = make_job(tmp_path, fleet, **kwargs)
+    return session.run_all(job, [PATHS[name] for name in names], False, 2, lambda path, status: None)
+
+
+def ab(*args: str):
+    return CliRunner().invoke(app, ["ab", "--quick", "--out", "runs", *args])
+
+
+def test_all_prompts_reach_every_path_and_lines_are_read(fake_servers):
+    results = run(fake_servers, "nonexpanded", "psum")
+    for result in results.values():
+        assert result.error is None and len(result.probes) == 50 and len(result.probes[0].tokens) == NEW_TOKENS
+        assert [line.process for line in result.lines] == ["TP0 EP0", "TP1 EP1"]
+    assert results["psum"].lines[0].pipeline == "psum"
+    assert results["psum"].probes == results["nonexpanded"].probes
+
+
+def test_agreement_exits_with_0_and_writes_json(fake_servers):
+    outcome = ab("--json", "result.json")
+    assert outcome.exit_code == 0, outcome.output
+    document = json.loads(Path("result.json").read_text())
+    assert document["passed"] and len(document["checkpoints"]["qwen3-moe-fp8"]) == 2
+    compared = document["checkpoints"]["qwen3-moe-fp8"][1]["comparison"]
+    assert compared["prompts"] == 50 and compared["largest"] == 0.0
+    assert "TP0, TP1: psum, reference, cpu sync" in outcome.output
+
+
+def test_a_difference_exits_with_1_and_is_shown(fake_servers, monkeypatch):
+    monkeypatch.setenv("FAKE_SHIFT", "-0.4")
+    outcome = ab()
+    assert outcome.exit_code == 1
+    assert "apart by 0.4000" in outcome.output and "differs" in outcome.output
+    assert ab("--bound", "0.41").exit_code == 0
+
+
+def test_another_pipeline_than_the_paths_own_fails(fake_servers, monkeypatch):
+    monkeypatch.setenv("FAKE_PIPELINE", "non-expanded")
+    outcome = ab()
+    assert outcome.exit_code == 1
+    assert "TP0 EP0 ran pipeline=non-expanded" in " ".join(outcome.output.split())
+
+
+def test_a_crash_names_the_log_and_shows_its_end(fake_servers, monkeypatch):
+    monkeypatch.setenv("FAKE_CRASH", "1")
+    outcome = ab()
+    assert outcome.exit_code == 1
+    shown = " ".join(outcome.output.split())
+    assert "no weights here" in shown and "runs/qwen3-moe-fp8.psum.log" in shown and "exit code 1" in shown
+    assert Path("runs/qwen3-moe-fp8.psum.log").is_file()
+
+
+def test_a_dropped_prompt_is_a_failure(fake_servers, monkeypatch):
+    monkeypatch.setenv("FAKE_DROP", "1")
+    result = run(fake_servers, "psum")["psum"]
+    assert "answered 49 of 50 prompts" in result.error
+
+
+def test_a_server_that_never_answers_is_given_up(fake_servers, monkeypatch):
+    code = "import time; time.sleep(600)"
+    monkeypatch.setattr(servers, "launch_command", lambda *args: [sys.executable, "-c", code])
+    settings = ServeSettings("model", tp=2, chunk=64, cpu=True, ready_timeout_s=0.5)
+    with pytest.raises(ServerFailed, match="did not answer within 0 s|did not answer within 1 s"):
+        with Fleet().run_server(PATHS["psum"], settings, fake_servers / "x.log"):
+            pass
+
+
+def test_resume_keeps_equal_questions_only(fake_servers, monkeypatch):
+    first = run(fake_servers, "nonexpanded", "psum")
+    again = run(fake_servers, "nonexpanded", "psum", resume=True)
+    assert all(result.resumed for result in again.values())
+    assert again["psum"].probes == first["psum"].probes and again["psum"].lines == first["psum"].lines
+    # Another toggle is another question, for the path it reaches.
+    monkeypatch.setenv("SGLANG_DEEPEP_V2_NUM_SMS", "8")
+    assert not any(result.resumed for result in run(fake_servers, "psum", resume=True).values())
+    # A failed path is asked again, and without --resume every path is.
+    monkeypatch.setenv("FAKE_DROP", "1")
+    assert run(fake_servers, "psum")["psum"].error
+    monkeypatch.delenv("FAKE_DROP")
+    retried = run(fake_servers, "psum", resume=True)["psum"]
+    assert retried.error is None and not retried.resumed
+
+
+def test_each_path_gets_its_own_environment(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/before")
+    settings = ServeSettings("model", tp=2, chunk=64, cpu=True, pythonpath=("/front",))
+    psum, plain = (servers.launch_environment(PATHS[name], settings) for name in ("psum", "sglang_expanded"))
+    assert psum["SGLANG_OVERLAY"] == "1" and plain["SGLANG_OVERLAY"] == "0"
+    assert psum["SGLANG_DEEPEP_V2_ENABLE_PSUM_PIPELINE"] == "1"
+    assert psum["TRITON_INTERPRET"] == "1" and psum["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+    assert psum[servers.CAPACITY] == "64" and psum["PYTHONPATH"].split(os.pathsep) == ["/front", "/before"]
+    on_gpu = servers.launch_environment(PATHS["psum"], ServeSettings("model", tp=2, chunk=64, cpu=False))
+    assert "TRITON_INTERPRET" not in on_gpu or "TRITON_INTERPRET" in os.environ
+    monkeypatch.setenv(servers.CAPACITY, "4096")
+    assert servers.launch_environment(PATHS["psum"], settings)[servers.CAPACITY] == "4096"
+
+
+def test_command_lines_differ_by_backend():
+    settings = ServeSettings("model", tp=2, chunk=64, cpu=False, extra_args=("--context-length", "512"))
+    by_path = {name: " ".join(servers.launch_command(PATHS[name], settings, 1)) for name in PATHS}
+    assert "--moe-a2a-backend deepep_v2 --ep-size 2 --moe-runner-backend deep_gemm" in by_path["psum"]
+    assert (
+        "--moe-a2a-backend deepep --ep-size 2" in by_path["deepep_v1"]
+        and "--deepep-mode normal" in by_path["deepep_v1"]
+    )
+    assert "--ep-size" not in by_path["none"]
+    assert all(line.endswith("--context-length 512") and "--disable-radix-cache" in line for line in by_path.values())
+
+
+@pytest.mark.parametrize("how", ["the block ends", "the block raises", "the fleet is closed"])
+def test_children_that_ignore_sigterm_end_with_their_server(fake_servers, monkeypatch, how):
+    monkeypatch.setattr(servers, "_STOP_GRACE_S", 0.3)
+    monkeypatch.setenv("FAKE_CHILD_PID_FILE", str(fake_servers / "pids"))
+    settings = ServeSettings("model", tp=2, chunk=64, cpu=True, ready_timeout_s=30)
+    fleet = Fleet()
+    try:
+        with fleet.run_server(PATHS["psum"], settings, fake_servers / "x.log") as server:
+            pids = [server.process.pid, *map(int, (fake_servers / "pids").read_text().split())]
+            assert len(pids) == 2 and all(map(is_running, pids))
+            if how == "the block raises":
+                raise RuntimeError
+            if how == "the fleet is closed":
+                fleet.close()
+                assert not any(map(is_running, pids))
+    except RuntimeError:
+        pass
+    wait_until(lambda: not any(map(is_running, pids)))
+    if how == "the fleet is closed":
+        with pytest.raises(ServerFailed, match="interrupted"):
+            with fleet.run_server(PATHS["psum"], settings, fake_servers / "x.log"):
+                pass
+
+
+DRIVER = """
+import sys
+sys.path.insert(0, {folder!r})
+from sglang_deepep_v2.ab import command, servers
+from test_ab_session import fake_command
+servers.launch_command = fake_command
+command.supports = lambda model: False
+from sglang_deepep_v2.cli import app
+app(["ab", "--quick", "--out", "runs"])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_every_child_and_exits_with_130(fake_servers, number):
+    pid_file = fake_servers / "pids"
+    env = os.environ | {"FAKE_CHILD_PID_FILE": str(pid_file), "FAKE_SLEEP_S": "60"}
+    driver = DRIVER.format(folder=str(FAKE.parent))
+    with (fake_servers / "out.txt").open("wb") as out:
+        process = subprocess.Popen([sys.executable, "-c", driver], env=env, cwd=fake_servers, stdout=out, stderr=out)
+    try:
+        wait_until(lambda: (fake_servers / "out.txt").read_text().count("50 prompts") == 2)
+        children = list(map(int, pid_file.read_text().split()))
+        assert len(children) == 2 and all(map(is_running, children))
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 130
+    finally:
+        process.kill()
+    assert not any(map(is_running, children))
+    assert "every server is ended" in (fake_servers / "out.txt").read_text()
+
+
+def test_misused_options_are_refused_before_anything_starts(fake_servers):
+    for args, message in (
+        (["--paths", "sglang_expanded"], "needs a GPU"),
+        (["--paths", "quick"], "unknown path"),
+        (["--prompt-len", "1k"], "positive token counts"),
+        (["--eval", "mmlu"], "knows gsm8k"),
+        (["--eval", "gsm8k"], "--data-path"),
+        (["--model", "random:gpt"], "generated ones are random:qwen3-moe-fp8"),
+    ):
+        outcome = CliRunner().invoke(app, ["ab", *args], env={"COLUMNS": "400"})
+        assert outcome.exit_code == 2 and message in outcome.output, (args, outcome.output)
+    assert not Path("runs").exists()
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
