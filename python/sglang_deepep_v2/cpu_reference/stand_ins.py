@@ -43,14 +43,12 @@ def register() -> None:
                 f"CPU reference: the stand-in {stand_in.__name__} does not fit this SGLang ({exc!r}); "
                 "`sglang-deepep-v2 status` tells which versions were verified"
             ) from exc
-    logger.info(
-        "CPU reference: %d stand-ins installed (%s); Triton kernels %s",
-        len(_STAND_INS),
-        ", ".join(stand_in.__name__ for stand_in in _STAND_INS),
-        "run interpreted"
-        if _interpreted()
-        else "cannot run: set TRITON_INTERPRET=1 for non-expanded prefill and for decode",
-    )
+    names = ", ".join(stand_in.__name__ for stand_in in _STAND_INS)
+    logger.info("CPU reference: %d stand-ins installed: %s", len(_STAND_INS), names)
+    if not _interpreted():
+        logger.warning(
+            "CPU reference: SGLang's Triton kernels (non-expanded prefill, decode) cannot run; set TRITON_INTERPRET=1"
+        )
 
 
 def grouped_gemms() -> None:
@@ -223,7 +221,7 @@ def _silu_and_mul_early_rounding(input: torch.Tensor) -> torch.Tensor:
 def _quantize(rows: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     groups = rows.float().unflatten(-1, (-1, group_size))
     amax = groups.abs().amax(dim=-1).clamp(min=_AMAX_FLOOR)
-    values = (groups * (_FP8_MAX / amax)[..., None]).clamp(-_FP8_MAX, _FP8_MAX)
+    values = (groups * (torch.tensor(_FP8_MAX) / amax)[..., None]).clamp(-_FP8_MAX, _FP8_MAX)
     return values.flatten(-2).to(torch.float8_e4m3fn), amax * (1.0 / _FP8_MAX)
 
 
