@@ -1,7 +1,7 @@
-"""Real SGLang MoE layers over gloo ranks, for tests: start ranks, build a FusedMoE, route tokens, compute the truth.
+"""Real SGLang MoE layers over several ranks, for tests: start ranks, build a FusedMoE, route tokens, compute the truth.
 
 ``run_ranks`` starts one process per rank and calls a module-level function in each with SGLang initialised for expert
-parallelism over the CPU platform. Weights and inputs come from seeds, so any rank can compute what every rank must get.
+parallelism: over the CPU platform and gloo, or on one GPU per rank and NCCL where there are GPUs. Weights and inputs come from seeds, so any rank can compute what every rank must get.
 """
 
 import os
@@ -14,6 +14,7 @@ import torch
 import torch.multiprocessing as mp
 
 BLOCK = 128
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Shape:
 
 
 def run_ranks(world_size, function, *args, env=None, timeout=240):
-    """Call ``function(rank, world_size, *args)`` in ``world_size`` gloo ranks; the results, by rank.
+    """Call ``function(rank, world_size, *args)`` in ``world_size`` ranks; the results, by rank.
 
     Raises:
         AssertionError: a rank raised, died or did not finish in ``timeout`` seconds; its traceback is the message.
@@ -69,9 +70,14 @@ def _rank_main(rank, world_size, port, env, function, args, results):
         raise
 
 
-def initialize(rank, world_size, port, capacity=256):
+def initialize(rank, world_size, port, capacity=512):
     """Publish server arguments and start the distributed environment, in the order SGLang's scheduler does."""
     os.environ.setdefault("SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK", str(capacity))
+    # A test compiles what it runs, not every row count.
+    os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
+    on_gpu = DEVICE == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(rank)
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -82,14 +88,14 @@ def initialize(rank, world_size, port, capacity=256):
 
     args = ServerArgs(
         model_path=tiny_config_dir(),
-        device="cpu",
+        device=DEVICE,
         tp_size=world_size,
         load_format="dummy",
         moe_a2a_backend="deepep_v2",
-        attention_backend="torch_native",
+        attention_backend="triton" if on_gpu else "torch_native",
         sampling_backend="pytorch",
-        chunked_prefill_size=128,
-        max_prefill_tokens=128,
+        chunked_prefill_size=64,
+        max_prefill_tokens=64,
     )
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank))
     initialize_moe_config()
@@ -97,10 +103,10 @@ def initialize(rank, world_size, port, capacity=256):
         world_size=world_size,
         rank=rank,
         local_rank=rank,
-        backend="gloo",
+        backend="nccl" if on_gpu else "gloo",
         distributed_init_method=f"tcp://127.0.0.1:{port}",
     )
-    initialize_model_parallel(backend="gloo")
+    initialize_model_parallel(backend="nccl" if on_gpu else "gloo")
 
 
 def tiny_config_dir():
@@ -196,9 +202,9 @@ class Weights:
 
     @classmethod
     def make(cls, shape: Shape, fp8: bool, seed: int = 1):
-        generator = torch.Generator().manual_seed(seed)
-        w13 = torch.randn(shape.experts, 2 * shape.intermediate, shape.hidden, generator=generator) / 8
-        w2 = torch.randn(shape.experts, shape.hidden, shape.intermediate, generator=generator) / 8
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        w13 = torch.randn(shape.experts, 2 * shape.intermediate, shape.hidden, generator=generator, device=DEVICE) / 8
+        w2 = torch.randn(shape.experts, shape.hidden, shape.intermediate, generator=generator, device=DEVICE) / 8
         if not fp8:
             return cls(False, w13.bfloat16(), w2.bfloat16())
         (w13, w13_scale), (w2, w2_scale) = quantize_blocks(w13), quantize_blocks(w2)
@@ -220,16 +226,17 @@ def build_layer(shape: Shape, weights: Weights, rank: int, **runner_options):
         config = Fp8Config(
             is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[BLOCK, BLOCK]
         )
-    layer = get_moe_impl_class(config)(
-        num_experts=shape.experts,
-        top_k=shape.topk,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        layer_id=0,
-        params_dtype=torch.bfloat16,
-        quant_config=config,
-        **runner_options,
-    )
+    with torch.device(DEVICE):
+        layer = get_moe_impl_class(config)(
+            num_experts=shape.experts,
+            top_k=shape.topk,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.intermediate,
+            layer_id=0,
+            params_dtype=torch.bfloat16,
+            quant_config=config,
+            **runner_options,
+        )
     mine = slice(rank * layer.num_local_experts, (rank + 1) * layer.num_local_experts)
     layer.w13_weight.data.copy_(weights.w13[mine])
     layer.w2_weight.data.copy_(weights.w2[mine])
@@ -251,11 +258,11 @@ class Batch:
     @classmethod
     def make(cls, shape: Shape, tokens: int, seed: int, drop: float = 0.0):
         """``tokens`` random tokens; each route is dropped (-1) with probability ``drop``."""
-        generator = torch.Generator().manual_seed(seed)
-        x = torch.randn(tokens, shape.hidden, generator=generator).bfloat16()
-        order = torch.rand(tokens, shape.experts, generator=generator).argsort(1)[:, : shape.topk]
-        weights = torch.rand(tokens, shape.topk, generator=generator) + 0.1
-        dropped = torch.rand(tokens, shape.topk, generator=generator) < drop
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        x = torch.randn(tokens, shape.hidden, generator=generator, device=DEVICE).bfloat16()
+        order = torch.rand(tokens, shape.experts, generator=generator, device=DEVICE).argsort(1)[:, : shape.topk]
+        weights = torch.rand(tokens, shape.topk, generator=generator, device=DEVICE) + 0.1
+        dropped = torch.rand(tokens, shape.topk, generator=generator, device=DEVICE) < drop
         return cls(x, order.masked_fill(dropped, -1).int(), weights)
 
 
@@ -265,14 +272,14 @@ def forward(layer, batch: Batch, extend: bool = True):
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
     set_is_extend_in_batch(extend)
-    logits = torch.zeros(batch.x.shape[0], layer.num_experts)
+    logits = torch.zeros(batch.x.shape[0], layer.num_experts, device=batch.x.device)
     return layer(batch.x.clone(), StandardTopKOutput(batch.weights, batch.ids, logits))
 
 
 def truth(batch: Batch, weights: Weights) -> torch.Tensor:
     """``[tokens, hidden]`` float64: the dense computation on the stored (dequantised) weights."""
     w13, w2 = weights.exact()
-    out = torch.zeros(batch.x.shape, dtype=torch.float64)
+    out = torch.zeros(batch.x.shape, dtype=torch.float64, device=batch.x.device)
     intermediate = w2.shape[2]
     for expert in range(w13.shape[0]):
         token, slot = (batch.ids == expert).nonzero(as_tuple=True)

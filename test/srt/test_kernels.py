@@ -126,7 +126,7 @@ class TestSwigluQuant:
         twin = self.product(*reference.swiglu_quant_expanded(gateup, weights, psum, ALIGNMENT, **variant))
         valid = valid_rows(counts, rows)
         got, twin = got[valid], twin[valid]
-        assert ((got - twin).norm() / twin.norm()).item() < 2e-3
+        assert ((got - twin).norm() / twin.norm()).item() < 5e-3
         assert ((got - twin).abs() <= FP8_STEP * twin.abs().clamp(min=1e-3)).all()
 
     @staticmethod
@@ -197,7 +197,7 @@ class TestSwigluQuant:
         q, scale = kernels.swiglu_quant_expanded(gateup, weights, psum, 1)
         assert scale.stride() == (1, 8)
         twin = reference.swiglu_quant_expanded(gateup, weights, psum, 1)
-        assert ((dequantize(q, scale) - dequantize(*twin)).norm() / dequantize(*twin).norm()).item() < 2e-3
+        assert ((dequantize(q, scale) - dequantize(*twin)).norm() / dequantize(*twin).norm()).item() < 5e-3
 
     def test_k1_no_rows_launches_nothing(self, monkeypatch):
         psum, rows = make_psum((0, 0))
@@ -219,6 +219,36 @@ class TestSwigluQuant:
         ):
             with pytest.raises(AssertionError, match=reason):
                 kernels.swiglu_quant_expanded(*bad, ALIGNMENT)
+
+
+class TestQuantTokens:
+    @pytest.mark.parametrize("tokens", [1, 5, 33])
+    @pytest.mark.parametrize("hidden", [256, 1152, 2048])
+    @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+    def test_equals_the_twin(self, tokens, hidden, ids_dtype):
+        x = random_rows(tokens, hidden)
+        x[0, :128] = 0
+        ids = torch.randint(-1, 9, (tokens, 6), device=DEVICE, dtype=ids_dtype)
+        q, scale, wide = kernels.quant_tokens(x, ids)
+        twin = reference.quant_tokens(x, ids)
+        assert torch.equal(q.view(torch.uint8), twin[0].view(torch.uint8))
+        assert torch.equal(scale, twin[1]) and scale.stride() == twin[1].stride() == (1, -(-tokens // 4) * 4)
+        assert wide.dtype == torch.int64 and torch.equal(wide, ids.long())
+
+    def test_no_tokens(self):
+        q, scale, ids = kernels.quant_tokens(random_rows(0, 256), torch.empty(0, 2, dtype=torch.int32, device=DEVICE))
+        assert q.shape == (0, 256) and scale.shape == (0, 2) and ids.shape == (0, 2)
+
+    def test_refusals(self):
+        x, ids = random_rows(4, 256), torch.zeros(4, 2, dtype=torch.int32, device=DEVICE)
+        for bad_x, bad_ids, reason in (
+            (x.float(), ids, "float32"),
+            (x.t(), ids, "contiguous"),
+            (x[:, :100].contiguous(), ids, "100"),
+            (x, ids.t(), "topk_ids"),
+        ):
+            with pytest.raises(AssertionError, match=reason):
+                kernels.quant_tokens(bad_x, bad_ids)
 
 
 class TestSwigluBf16:
@@ -248,7 +278,8 @@ class TestCompilation:
 
     @pytest.mark.parametrize("arch", [90, 100])
     @pytest.mark.parametrize("ue8m0", [False, True], ids=["fp32", "ue8m0"])
-    def test_swiglu_compiles(self, arch, ue8m0):
+    @pytest.mark.parametrize("loop", [False, True], ids=["grid", "loop"])
+    def test_swiglu_compiles(self, arch, ue8m0, loop):
         import subprocess
         import sys
 
@@ -262,7 +293,7 @@ pointers = dict(gateup_ptr="*bf16", out_ptr="*fp8e4nv", scale_ptr="*{"i32" if ue
                 psum_ptr="*i32", num_rows="i32", stride_scale_group="i32", limit="fp32")
 constants = dict(INTERMEDIATE=2048, NUM_EXPERTS=16, EXPERTS_PAD=16, ALIGN=128, BLOCK_M=kernels.SWIGLU_BLOCK_M,
                  GROUPS=kernels.SWIGLU_GROUPS, QUANTIZE=True, UE8M0={ue8m0}, HAS_WEIGHT=True, HAS_LIMIT=False,
-                 KEEP_FP32=False, FP8_LIMIT=448.0, FLOOR=1e-10)
+                 KEEP_FP32=False, LOOP={loop}, FP8_LIMIT=448.0, FLOOR=1e-10)
 names = kernels._swiglu_kernel.arg_names
 signature = {{name: pointers.get(name, "constexpr") for name in names}}
 source = ASTSource(kernels._swiglu_kernel, signature, constants,
@@ -274,7 +305,9 @@ print("VECTOR_LOADS", ptx.count("ld.global.v4"), "LOCAL", ptx.count("ld.local"))
         import os
 
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=240)
+        run = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=240
+        )
         assert run.returncode == 0, run.stderr[-3000:]
         words = run.stdout.split()
         vector_loads = int(words[words.index("VECTOR_LOADS") + 1])
@@ -307,6 +340,26 @@ class TestOnGpu:
         x.copy_(values)
         kernels.scale_expanded_rows_(x, weights)
         assert torch.equal(x, values * weights[:, None])
+
+    def test_quantiser_equals_sglangs(self):
+        from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
+
+        x = random_rows(1000, 6144)
+        q, scale, _ = kernels.quant_tokens(x, torch.zeros(1000, 8, dtype=torch.int32, device="cuda"))
+        theirs = sglang_per_token_group_quant_fp8(x, 128, column_major_scales=True, scale_tma_aligned=True)
+        assert torch.equal(scale, theirs[1])
+        assert torch.equal(q.view(torch.uint8), theirs[0].view(torch.uint8))
+
+    def test_loop_over_capacity_equals_one_tile_per_program(self, monkeypatch):
+        counts = (300, 0, 900, 5)
+        psum, rows = make_psum(counts)
+        gateup, weights = random_rows(rows + 512, 1024), random_weights(rows + 512)
+        valid = valid_rows(counts, rows + 512)
+        once = kernels.swiglu_quant_expanded(gateup, weights, psum, ALIGNMENT)
+        monkeypatch.setattr(kernels, "SWIGLU_MAX_PROGRAMS", 7)
+        looped = kernels.swiglu_quant_expanded(gateup, weights, psum, ALIGNMENT)
+        assert torch.equal(once[0].view(torch.uint8)[valid], looped[0].view(torch.uint8)[valid])
+        assert torch.equal(once[1][valid], looped[1][valid])
 
     def test_resolved_launch_equals_the_ordinary_one(self):
         psum, rows = make_psum((300, 5))

@@ -7,6 +7,7 @@ here, with the same signature; CPU tensors run the twin unless ``TRITON_INTERPRE
 """
 
 import os
+from functools import cache
 
 import torch
 import triton
@@ -25,6 +26,11 @@ SWIGLU_WARPS = 4
 # More programs than this loop over tiles, so that a capacity-sized launch does not pay for its empty tail.
 SWIGLU_MAX_PROGRAMS = 16384
 
+# The same of the token quantiser.
+QUANT_BLOCK_M = 4
+QUANT_GROUPS = 8
+QUANT_WARPS = 4
+
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -35,9 +41,10 @@ def _runs_triton(tensor: torch.Tensor) -> bool:
 class _ResolvedLaunch:
     """Launches one Triton kernel without re-deriving its specialisation from the arguments.
 
-    A launch through ``kernel[grid]`` inspects every argument on the host. Here the compiled kernel is kept per
-    (device, constants), which is valid because integers are declared ``do_not_specialize`` and every pointer is 16-byte
-    aligned; other pointers take the ordinary launch.
+    An ordinary launch inspects every argument on the host, which costs more than the small kernels here run for. The
+    compiled kernel is kept per device and constants instead. That is valid because integers are declared
+    ``do_not_specialize``, ``constants`` names every dtype that may vary, and pointers are 16-byte aligned; others take
+    the ordinary launch.
     """
 
     def __init__(self, kernel):
@@ -46,16 +53,16 @@ class _ResolvedLaunch:
 
     def __call__(self, grid, tensors, scalars, constants, num_warps):
         args = (*tensors, *scalars, *constants)
-        aligned = not _INTERPRETED and all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
-        if not aligned:
+        if _INTERPRETED or any(t is not None and t.data_ptr() & 15 for t in tensors):
             self._kernel[grid](*args, num_warps=num_warps)
             return
-        key = (tensors[0].device.index, tuple(t is None or t.dtype for t in tensors), constants, num_warps)
+        device = tensors[0].get_device()
+        key = (device, constants, num_warps)
         compiled = self._compiled.get(key)
         if compiled is None:
             self._compiled[key] = self._kernel[grid](*args, num_warps=num_warps)
             return
-        compiled[grid](*args)
+        compiled[grid](*args, stream=torch._C._cuda_getCurrentRawStream(device))
 
 
 @triton.jit
@@ -196,6 +203,89 @@ def _ue8m0_exponent(scale):
     return (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
 
 
+@triton.jit
+def _fp8_multiplier(amax, FP8_LIMIT: tl.constexpr):
+    # IEEE division, so that both layouts and SGLang's own quantiser round alike.
+    return tl.div_rn(tl.zeros_like(amax) + FP8_LIMIT, amax)
+
+
+@triton.jit
+def _swiglu_tile(
+    first,
+    gateup_ptr,
+    out_ptr,
+    scale_ptr,
+    weight_ptr,
+    start,
+    end,
+    num_rows,
+    stride_scale_group,
+    limit,
+    INTERMEDIATE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUPS: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    UE8M0: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+    KEEP_FP32: tl.constexpr,
+    FP8_LIMIT: tl.constexpr,
+    FLOOR: tl.constexpr,
+):
+    # Padding experts of the vector have start == end == 0.
+    holds = (end > first) & (start < first + BLOCK_M) & (end > start)
+    if tl.sum(holds.to(tl.int32), 0) > 0:
+        BLOCK_N: tl.constexpr = GROUPS * 128
+        group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+        col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        row = first.to(tl.int64) + tl.arange(0, BLOCK_M)
+        row_mask = row < num_rows
+        mask = row_mask[:, None] & (col < INTERMEDIATE)[None, :]
+        at = row[:, None] * (2 * INTERMEDIATE) + col[None, :]
+        gate = tl.load(gateup_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gateup_ptr + at + INTERMEDIATE, mask=mask, other=0.0).to(tl.float32)
+        if HAS_WEIGHT:
+            weight = tl.load(weight_ptr + row, mask=row_mask, other=0.0)
+        if HAS_LIMIT:
+            gate = tl.minimum(gate, limit)
+            up = tl.minimum(tl.maximum(up, -limit), limit)
+        y = gate / (1.0 + tl.exp(-gate)) * up
+        if QUANTIZE:
+            if not KEEP_FP32:
+                # SGLang's activation hands bf16 to its quantiser; the same rounding keeps both layouts comparable.
+                y = y.to(tl.bfloat16).to(tl.float32)
+            if HAS_WEIGHT and UE8M0:
+                y = y * weight[:, None]
+            y = tl.reshape(y, (BLOCK_M, GROUPS, 128))
+            amax = tl.maximum(tl.max(tl.abs(y), 2), FLOOR)
+            scale = amax * (1.0 / FP8_LIMIT)
+            if UE8M0:
+                exponent = _ue8m0_exponent(scale)
+                multiplier = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+                # Groups behind the row's end pack as zero lanes, which the GEMM expects.
+                exponent = tl.where((group < INTERMEDIATE // 128)[None, :], exponent, 0)
+                lane = tl.arange(0, 4)[None, None, :] * 8
+                packed = tl.sum(tl.reshape(exponent, (BLOCK_M, GROUPS // 4, 4)) << lane, 2)
+                pack = tl.program_id(1) * (GROUPS // 4) + tl.arange(0, GROUPS // 4)
+                scale_at = row[:, None] + pack[None, :].to(tl.int64) * stride_scale_group
+                scale_mask = row_mask[:, None] & (pack < (INTERMEDIATE + 511) // 512)[None, :]
+                tl.store(scale_ptr + scale_at, packed, mask=scale_mask)
+            else:
+                multiplier = _fp8_multiplier(amax, FP8_LIMIT)
+                if HAS_WEIGHT:
+                    # The GEMM multiplies by this scale, so the row leaves it weighted.
+                    scale = scale * weight[:, None]
+                scale_at = row[:, None] + group[None, :].to(tl.int64) * stride_scale_group
+                scale_mask = row_mask[:, None] & (group < INTERMEDIATE // 128)[None, :]
+                tl.store(scale_ptr + scale_at, scale, mask=scale_mask)
+            y = tl.minimum(tl.maximum(y * multiplier[:, :, None], -FP8_LIMIT), FP8_LIMIT)
+            y = tl.reshape(y, (BLOCK_M, BLOCK_N))
+        elif HAS_WEIGHT:
+            y = y * weight[:, None]
+        out_at = out_ptr + row[:, None] * INTERMEDIATE + col[None, :]
+        tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_rows", "stride_scale_group", "limit"])
 def _swiglu_kernel(
     gateup_ptr,
@@ -217,68 +307,63 @@ def _swiglu_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
     KEEP_FP32: tl.constexpr,
+    LOOP: tl.constexpr,
     FP8_LIMIT: tl.constexpr,
     FLOOR: tl.constexpr,
 ):
-    BLOCK_N: tl.constexpr = GROUPS * 128
     experts = tl.arange(0, EXPERTS_PAD)
-    end = tl.load(psum_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
-    before = tl.load(psum_ptr + experts - 1, mask=(experts > 0) & (experts < NUM_EXPERTS), other=0)
-    start = _align_up(before, ALIGN)
-    # Rows behind the last expert's end are capacity, not data: no tile there is visited.
-    last = tl.minimum(tl.max(end, 0), num_rows)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    col_mask = col < INTERMEDIATE
-    for tile in tl.range(tl.program_id(0), tl.cdiv(last, BLOCK_M), tl.num_programs(0), num_stages=1):
-        first = tile * BLOCK_M
-        holds = (end > first) & (start < first + BLOCK_M) & (end > start) & (experts < NUM_EXPERTS)
-        if tl.sum(holds.to(tl.int32), 0) > 0:
-            row = first.to(tl.int64) + tl.arange(0, BLOCK_M)
-            row_mask = row < num_rows
-            mask = row_mask[:, None] & col_mask[None, :]
-            at = row[:, None] * (2 * INTERMEDIATE) + col[None, :]
-            gate = tl.load(gateup_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            up = tl.load(gateup_ptr + at + INTERMEDIATE, mask=mask, other=0.0).to(tl.float32)
-            if HAS_LIMIT:
-                gate = tl.minimum(gate, limit)
-                up = tl.minimum(tl.maximum(up, -limit), limit)
-            y = gate / (1.0 + tl.exp(-gate)) * up
-            out_at = out_ptr + row[:, None] * INTERMEDIATE + col[None, :]
-            if HAS_WEIGHT:
-                weight = tl.load(weight_ptr + row, mask=row_mask, other=0.0)
-            if QUANTIZE:
-                if not KEEP_FP32:
-                    # SGLang's activation hands bf16 to its quantiser; the same rounding keeps both layouts comparable.
-                    y = y.to(tl.bfloat16).to(tl.float32)
-                if HAS_WEIGHT and UE8M0:
-                    y = y * weight[:, None]
-                y = tl.reshape(y, (BLOCK_M, GROUPS, 128))
-                scale = tl.maximum(tl.max(tl.abs(y), 2), FLOOR) / FP8_LIMIT
-                if UE8M0:
-                    exponent = _ue8m0_exponent(scale)
-                    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-                    # Groups behind the row's end pack as zero lanes, which the GEMM expects.
-                    exponent = tl.where((group < INTERMEDIATE // 128)[None, :], exponent, 0)
-                    lane = tl.arange(0, 4)[None, None, :] * 8
-                    packed = tl.sum(tl.reshape(exponent, (BLOCK_M, GROUPS // 4, 4)) << lane, 2)
-                    pack = tl.program_id(1) * (GROUPS // 4) + tl.arange(0, GROUPS // 4)
-                    scale_at = row[:, None] + pack[None, :].to(tl.int64) * stride_scale_group
-                    scale_mask = row_mask[:, None] & (pack < (INTERMEDIATE + 511) // 512)[None, :]
-                    tl.store(scale_ptr + scale_at, packed, mask=scale_mask)
-                else:
-                    inverse = 1.0 / scale
-                    if HAS_WEIGHT:
-                        # The GEMM multiplies by this scale, so the row leaves it weighted.
-                        scale = scale * weight[:, None]
-                    scale_at = row[:, None] + group[None, :].to(tl.int64) * stride_scale_group
-                    scale_mask = row_mask[:, None] & (group < INTERMEDIATE // 128)[None, :]
-                    tl.store(scale_ptr + scale_at, scale, mask=scale_mask)
-                y = tl.minimum(tl.maximum(y * inverse[:, :, None], -FP8_LIMIT), FP8_LIMIT)
-                y = tl.reshape(y, (BLOCK_M, BLOCK_N))
-            elif HAS_WEIGHT:
-                y = y * weight[:, None]
-            tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=mask)
+    known = experts < NUM_EXPERTS
+    end = tl.load(psum_ptr + experts, mask=known, other=0)
+    start = _align_up(tl.load(psum_ptr + experts - 1, mask=known & (experts > 0), other=0), ALIGN)
+    if LOOP:
+        # Rows behind the last expert's end are capacity, not data: no tile there is visited.
+        last = tl.minimum(tl.max(end, 0), num_rows)
+        for tile in tl.range(tl.program_id(0), tl.cdiv(last, BLOCK_M), tl.num_programs(0), num_stages=1):
+            _swiglu_tile(
+                tile * BLOCK_M,
+                gateup_ptr,
+                out_ptr,
+                scale_ptr,
+                weight_ptr,
+                start,
+                end,
+                num_rows,
+                stride_scale_group,
+                limit,
+                INTERMEDIATE,
+                BLOCK_M,
+                GROUPS,
+                QUANTIZE,
+                UE8M0,
+                HAS_WEIGHT,
+                HAS_LIMIT,
+                KEEP_FP32,
+                FP8_LIMIT,
+                FLOOR,
+            )
+    else:
+        _swiglu_tile(
+            tl.program_id(0) * BLOCK_M,
+            gateup_ptr,
+            out_ptr,
+            scale_ptr,
+            weight_ptr,
+            start,
+            end,
+            num_rows,
+            stride_scale_group,
+            limit,
+            INTERMEDIATE,
+            BLOCK_M,
+            GROUPS,
+            QUANTIZE,
+            UE8M0,
+            HAS_WEIGHT,
+            HAS_LIMIT,
+            KEEP_FP32,
+            FP8_LIMIT,
+            FLOOR,
+        )
 
 
 _launch_swiglu = _ResolvedLaunch(_swiglu_kernel)
@@ -302,11 +387,11 @@ def _run_swiglu(gateup, out, scale, row_weights, psum, alignment, limit, keep_fp
     rows, intermediate = out.shape
     num_experts = psum.shape[0]
     # The interpreter pays per program, not per element.
-    block_m = alignment if _INTERPRETED else SWIGLU_BLOCK_M
-    block_m = triton.next_power_of_2(min(block_m, 128))
-    tiles = triton.cdiv(rows, block_m)
+    block_m = triton.next_power_of_2(min(alignment, 128)) if _INTERPRETED else SWIGLU_BLOCK_M
+    tiles = -(-rows // block_m)
+    programs = min(tiles, SWIGLU_MAX_PROGRAMS)
     _launch_swiglu(
-        (min(tiles, SWIGLU_MAX_PROGRAMS), triton.cdiv(intermediate, SWIGLU_GROUPS * QUANT_GROUP), 1),
+        (programs, -(-intermediate // (SWIGLU_GROUPS * QUANT_GROUP)), 1),
         (gateup, out, scale, row_weights, psum),
         (rows, 0 if scale is None else scale.stride(1), _bf16_limit(limit)),
         (
@@ -321,6 +406,7 @@ def _run_swiglu(gateup, out, scale, row_weights, psum, alignment, limit, keep_fp
             row_weights is not None,
             limit is not None,
             keep_fp32,
+            tiles > programs,
             FP8_MAX,
             AMAX_FLOOR,
         ),
@@ -417,5 +503,89 @@ def swiglu_expanded(
     return out
 
 
-def _bf16_limit(limit: float | None) -> float | None:
-    return None if limit is None else float(torch.tensor(limit, dtype=torch.bfloat16))
+@cache
+def _bf16_limit(limit: float | None) -> float:
+    """The bound as the bf16 number that clamps bf16 operands; 0 where there is none."""
+    return 0.0 if limit is None else float(torch.tensor(limit, dtype=torch.bfloat16))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "stride_scale_group"])
+def _quant_tokens_kernel(
+    x_ptr,
+    ids_ptr,
+    q_ptr,
+    scale_ptr,
+    ids_out_ptr,
+    num_tokens,
+    stride_scale_group,
+    HIDDEN: tl.constexpr,
+    TOPK: tl.constexpr,
+    TOPK_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDEN_IDS: tl.constexpr,
+    FP8_LIMIT: tl.constexpr,
+    FLOOR: tl.constexpr,
+):
+    BLOCK_N: tl.constexpr = GROUPS * 128
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    row_mask = row < num_tokens
+    mask = row_mask[:, None] & (col < HIDDEN)[None, :]
+    at = row[:, None] * HIDDEN + col[None, :]
+    x = tl.reshape(tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32), (BLOCK_M, GROUPS, 128))
+    amax = tl.maximum(tl.max(tl.abs(x), 2), FLOOR)
+    scale_at = row[:, None] + group[None, :].to(tl.int64) * stride_scale_group
+    scale_mask = row_mask[:, None] & (group < HIDDEN // 128)[None, :]
+    tl.store(scale_ptr + scale_at, amax * (1.0 / FP8_LIMIT), mask=scale_mask)
+    x = tl.minimum(tl.maximum(x * _fp8_multiplier(amax, FP8_LIMIT)[:, :, None], -FP8_LIMIT), FP8_LIMIT)
+    tl.store(q_ptr + at, tl.reshape(x, (BLOCK_M, BLOCK_N)).to(q_ptr.dtype.element_ty), mask=mask)
+    if WIDEN_IDS:
+        if tl.program_id(1) == 0:
+            slot = tl.arange(0, TOPK_PAD)
+            id_at = row[:, None] * TOPK + slot[None, :]
+            id_mask = row_mask[:, None] & (slot < TOPK)[None, :]
+            ids = tl.load(ids_ptr + id_at, mask=id_mask, other=0)
+            tl.store(ids_out_ptr + id_at, ids.to(tl.int64), mask=id_mask)
+
+
+_launch_quant_tokens = _ResolvedLaunch(_quant_tokens_kernel)
+
+
+@torch.no_grad()
+def quant_tokens(x: torch.Tensor, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What an expanded dispatch sends, in one pass: FP8 tokens, column-major scales, expert ids as DeepEP takes them.
+
+    Args:
+        x: ``[tokens, hidden]`` bf16, contiguous.
+        topk_ids: ``[tokens, topk]`` int32 or int64, contiguous.
+
+    Returns:
+        ``(q, scale, ids)``: q ``[tokens, hidden]`` float8_e4m3fn; scale ``[tokens, hidden / 128]`` fp32 with strides
+        ``(1, align(tokens, 4))``, equal to SGLang's own quantiser; ids int64, ``topk_ids`` itself where it is already.
+
+    Raises:
+        AssertionError: a shape, dtype or layout that the kernel does not take.
+    """
+    assert x.dtype == torch.bfloat16 and x.is_contiguous(), f"x must be contiguous bf16, got {x.dtype} {x.stride()}"
+    assert topk_ids.is_contiguous(), f"topk_ids must be contiguous, got strides {topk_ids.stride()}"
+    tokens, hidden = x.shape
+    assert hidden % QUANT_GROUP == 0, f"hidden size {hidden} is not a multiple of {QUANT_GROUP}"
+    if not _runs_triton(x):
+        return reference.quant_tokens(x, topk_ids)
+    q = torch.empty((tokens, hidden), device=x.device, dtype=torch.float8_e4m3fn)
+    stride = -(-tokens // 4) * 4
+    scale = torch.empty_strided((tokens, hidden // QUANT_GROUP), (1, stride), device=x.device, dtype=torch.float32)
+    widen = topk_ids.dtype != torch.int64
+    ids = torch.empty_like(topk_ids, dtype=torch.int64) if widen else topk_ids
+    if tokens:
+        topk = topk_ids.shape[1]
+        _launch_quant_tokens(
+            (-(-tokens // QUANT_BLOCK_M), -(-hidden // (QUANT_GROUPS * QUANT_GROUP)), 1),
+            (x, topk_ids, q, scale, ids),
+            (tokens, stride),
+            (hidden, topk, triton.next_power_of_2(topk), QUANT_BLOCK_M, QUANT_GROUPS, widen, FP8_MAX, AMAX_FLOOR),
+            QUANT_WARPS,
+        )
+    return q, scale, ids

@@ -33,6 +33,26 @@ def scale_expanded_rows_(x: torch.Tensor, row_weights: torch.Tensor) -> torch.Te
     return x.copy_(x.float() * row_weights[:, None])
 
 
+def _tma_aligned(scale: torch.Tensor) -> torch.Tensor:
+    """The same values, column-major with columns starting at multiples of four elements."""
+    aligned_rows = -(-scale.shape[0] // 4) * 4
+    out = torch.empty_strided(scale.shape, (1, aligned_rows), dtype=scale.dtype, device=scale.device)
+    return out.copy_(scale)
+
+
+def quant_tokens(x: torch.Tensor, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Twin of :func:`kernels.quant_tokens`: ``(q, scale, ids)`` with the same layouts."""
+    grouped = x.float().view(x.shape[0], x.shape[1] // _GROUP, _GROUP)
+    amax = grouped.abs().amax(-1).clamp(min=_AMAX_FLOOR)
+    q = (
+        (grouped * (torch.tensor(_FP8_MAX) / amax)[..., None])
+        .clamp(-_FP8_MAX, _FP8_MAX)
+        .view_as(x)
+        .to(torch.float8_e4m3fn)
+    )
+    return q, _tma_aligned(amax * (1 / _FP8_MAX)), topk_ids.to(torch.int64)
+
+
 def _swiglu(gateup: torch.Tensor, limit: float | None) -> torch.Tensor:
     gate, up = gateup.float().chunk(2, dim=1)
     if limit is not None:
@@ -61,23 +81,23 @@ def swiglu_quant_expanded(
     if weights is not None and scale_ue8m0:
         y = y * weights
     grouped = y.view(rows, y.shape[1] // _GROUP, _GROUP)
-    scale = grouped.abs().amax(-1).clamp(min=_AMAX_FLOOR) / _FP8_MAX
+    amax = grouped.abs().amax(-1).clamp(min=_AMAX_FLOOR)
+    scale = amax * (1 / _FP8_MAX)
     if scale_ue8m0:
         bits = scale.view(torch.int32)
         exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
-        inverse = ((254 - exponent) << 23).to(torch.int32).view(torch.float32)
+        multiplier = ((254 - exponent) << 23).to(torch.int32).view(torch.float32)
         packs = -(-exponent.shape[1] // 4)
         lanes = torch.zeros(rows, packs * 4, dtype=torch.int32, device=gateup.device)
         lanes[:, : exponent.shape[1]] = exponent
         shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int32, device=gateup.device)
         scale = (lanes.view(rows, packs, 4) << shifts).sum(-1, dtype=torch.int32)
     else:
-        inverse = 1 / scale
+        multiplier = torch.tensor(_FP8_MAX) / amax
         if weights is not None:
             scale = scale * weights
-    q = (grouped * inverse[..., None]).clamp(-_FP8_MAX, _FP8_MAX).view_as(y).to(torch.float8_e4m3fn)
-    out = torch.empty_strided(scale.shape, (1, -(-rows // 4) * 4), dtype=scale.dtype, device=scale.device)
-    return q, out.copy_(scale)
+    q = (grouped * multiplier[..., None]).clamp(-_FP8_MAX, _FP8_MAX).view_as(y).to(torch.float8_e4m3fn)
+    return q, _tma_aligned(scale)
 
 
 def swiglu_expanded(

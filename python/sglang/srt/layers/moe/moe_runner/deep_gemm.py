@@ -22,7 +22,7 @@ from sglang.srt.layers import deep_gemm_wrapper
 from sglang.srt.layers.deep_gemm_wrapper import psum as psum_gemm
 from sglang.srt.layers.moe.ep_moe import kernels
 from sglang.srt.layers.moe.moe_runner.base import PermuteMethodPool, register_post_permute, register_pre_permute
-from sglang.srt.utils import dispose_tensor
+from sglang.srt.runtime_context import get_flags
 
 # The dispatcher package imports this module: at run time, import it inside functions only.
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ del PermuteMethodPool._post_permute_methods["deep_gemm", "deepep_v2"]
 _EXPANDED = "deepep_v2_expanded_prefill"
 
 
-@dataclass
+@dataclass(slots=True)
 class ExpandedPrefill:
     """What an expanded prefill carries from the pre- to the post-permute.
 
@@ -120,14 +120,14 @@ class DeepGemmRunnerCore(upstream.DeepGemmRunnerCore):
         expanded.weighted = True
         if scale_in is None:
             psum_gemm.grouped_gemm_bf16(rows_in, w13, gateup, psum)
-            dispose_tensor(rows_in)
+            _dispose(rows_in)
             down_input = kernels.swiglu_expanded(*activation, swiglu_limit=self.swiglu_limit)
             del gateup, activation
             output = torch.empty((rows, w2.shape[1]), device=down_input.device, dtype=torch.bfloat16)
             psum_gemm.grouped_gemm_bf16(down_input, w2, output, psum)
             return output
         psum_gemm.grouped_gemm_fp8(rows_in, scale_in, w13, quant_info.w13_scale, gateup, psum)
-        dispose_tensor(rows_in)
+        _dispose(rows_in)
         down_input, down_scale = kernels.swiglu_quant_expanded(
             *activation,
             swiglu_limit=self.swiglu_limit,
@@ -146,7 +146,7 @@ class DeepGemmRunnerCore(upstream.DeepGemmRunnerCore):
         rows, device = rows_in.shape[0], rows_in.device
         gateup = torch.empty((rows, w13.shape[1]), device=device, dtype=torch.bfloat16)
         self._labelled_gemm(rows_in, runner_input.hidden_states_scale, w13, quant_info.w13_scale, gateup, m_indices)
-        dispose_tensor(rows_in)
+        _dispose(rows_in)
         down_input, down_scale = self._activate_and_quantize(gateup)
         del gateup
         if expanded.row_weights is not None:
@@ -187,6 +187,13 @@ class DeepGemmRunnerCore(upstream.DeepGemmRunnerCore):
         return sglang_per_token_group_quant_fp8(activated, group)
 
 
+def _dispose(rows: torch.Tensor) -> None:
+    """Give the received rows' memory back although the dispatch output still names them."""
+    # A captured graph keeps reading the address. Piecewise prefill capture is refused at start-up with this backend.
+    if not get_flags().capture.disable_dispose_tensor:
+        rows.set_()
+
+
 def _silu_and_mul(gateup: torch.Tensor, out: torch.Tensor) -> None:
     # Looked up per call: the CPU platform puts its own function there after this module ran.
     from sglang.srt.layers.moe.moe_runner import deep_gemm
@@ -225,7 +232,6 @@ def pre_permute_deepep_v2_to_deep_gemm(
         raise RuntimeError("DeepEP v2 expanded dispatch returned no psum_num_recv_tokens_per_expert")
     assert runner_config.activation == "silu", f"expanded prefill computes SwiGLU, not {runner_config.activation}"
 
-    _record_shape(running_state, hidden_states)
     use_psum_layout = dispatch_output.use_psum_layout
     # no_combine hands raw rows and their weights to a routewise finaliser.
     running_state["topk_weights"] = dispatch_output.topk_weights
@@ -238,6 +244,7 @@ def pre_permute_deepep_v2_to_deep_gemm(
     if use_psum_layout:
         rows_to_experts = psum
     else:
+        _record_shape(running_state, hidden_states)
         rows_to_experts = kernels.fill_m_indices_from_psum(
             psum, psum.shape[0], hidden_states.shape[0], dispatch_output.expert_alignment
         )

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import get_is_extend_in_batch
+from sglang.srt.layers.moe.ep_moe import kernels
 from sglang.srt.layers.moe.token_dispatcher import sync_free
 from sglang.srt.layers.moe.token_dispatcher.base import (
     BaseDispatcher,
@@ -166,6 +167,7 @@ class _DeepEPv2Impl:
         self._prefill_expand_enabled = envs.SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND.get()
         self._psum_refusal = self._find_psum_refusal()
         self._use_psum_pipeline = self._prefill_expand_enabled and self._psum_refusal is None
+        self._sync_free_wanted = envs.SGLANG_DEEPEP_V2_ENABLE_SYNC_FREE_PREFILL.get()
         # None until the first use: the memory that sync-free buffers may take is known once the model is loaded.
         self._prefill_is_sync_free: bool | None = None
 
@@ -206,7 +208,7 @@ class _DeepEPv2Impl:
             _EXPERT_ALIGNMENT,
         )
         free, reason = False, "SGLANG_DEEPEP_V2_ENABLE_SYNC_FREE_PREFILL=0"
-        if envs.SGLANG_DEEPEP_V2_ENABLE_SYNC_FREE_PREFILL.get():
+        if self._sync_free_wanted:
             reason = "the psum pipeline is off"
             if self._use_psum_pipeline:
                 reason = sync_free.refusal(rows, self.hidden_size, self.use_fp8_dispatch)
@@ -292,24 +294,28 @@ class _DeepEPv2Impl:
         most_rows = max(1, local_tokens * ep_group_size + ep_group_size - 1)
         return min(capacity, -(-most_rows // _EXPERT_ALIGNMENT) * _EXPERT_ALIGNMENT)
 
-    def _quantize(self, hidden_states: torch.Tensor, expanded: bool, psum_pipeline: bool):
-        """Dispatch input and whether its scales travel column-major and TMA-aligned."""
+    def _prepare(self, hidden_states, topk_ids, expanded: bool, psum_pipeline: bool):
+        """Dispatch input, int64 expert ids, whether this dispatch owns them, and whether scales are column-major."""
+        owns_ids = topk_ids.dtype != torch.int64
+        if psum_pipeline and self.use_fp8_dispatch and not self.scale_format.ue8m0:
+            # One launch for what the other layouts need two for.
+            q, scale, topk_ids = kernels.quant_tokens(hidden_states, topk_ids)
+            return (q, scale), topk_ids, owns_ids, True
+        topk_ids = topk_ids.to(torch.int64)
         if not self.use_fp8_dispatch:
-            return hidden_states, False
+            return hidden_states, topk_ids, owns_ids, False
         _ensure_fp8_quant_available()
         ue8m0 = self.scale_format.ue8m0
         # Labels and decode read row-major fp32 scales; packed UE8M0 exists column-major only.
-        column_major = ue8m0 or psum_pipeline if expanded else self.scale_format.tma_aligned
-        return (
-            sglang_per_token_group_quant_fp8(
-                hidden_states,
-                self.activation_scale_block_size,
-                column_major_scales=column_major,
-                scale_tma_aligned=column_major,
-                scale_ue8m0=ue8m0,
-            ),
-            column_major,
+        column_major = ue8m0 if expanded else self.scale_format.tma_aligned
+        quantized = sglang_per_token_group_quant_fp8(
+            hidden_states,
+            self.activation_scale_block_size,
+            column_major_scales=column_major,
+            scale_tma_aligned=column_major,
+            scale_ue8m0=ue8m0,
         )
+        return quantized, topk_ids, owns_ids, column_major
 
     def _dummy_token(self, hidden_states, topk_ids, topk_weights):
         """One token with distinct experts and zero weights: a synced dispatch needs every rank to notify."""
@@ -324,9 +330,8 @@ class _DeepEPv2Impl:
             raise RuntimeError("DeepEP v2 dispatch called before combine consumed the previous dispatch's handle")
         topk_ids, topk_weights = topk_output.topk_ids, topk_output.topk_weights
         self._validate_common(hidden_states, topk_ids)
-        owns_ids = topk_ids.dtype != torch.int64 or not topk_ids.is_contiguous()
-        if owns_ids:
-            topk_ids = topk_ids.to(torch.int64).contiguous()
+        if not topk_ids.is_contiguous():
+            topk_ids = topk_ids.contiguous()
         if topk_weights.dtype != torch.float32 or not topk_weights.is_contiguous():
             topk_weights = topk_weights.to(torch.float32).contiguous()
 
@@ -343,9 +348,11 @@ class _DeepEPv2Impl:
         self._pad_empty_combine = do_cpu_sync and local_tokens == 0
         if self._pad_empty_combine:
             hidden_states, topk_ids, topk_weights = self._dummy_token(hidden_states, topk_ids, topk_weights)
-            owns_ids, local_tokens = True, 1
+            local_tokens = 1
 
-        dispatch_x, column_major = self._quantize(hidden_states, use_expand_layout, use_psum_layout)
+        dispatch_x, topk_ids, owns_ids, column_major = self._prepare(
+            hidden_states, topk_ids, use_expand_layout, use_psum_layout
+        )
         buffer = self._get_buffer()
         recv_x, recv_topk_idx, recv_topk_weights, handle, event = buffer.dispatch(
             dispatch_x,
