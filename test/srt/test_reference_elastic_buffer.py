@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import os
 import socket
@@ -106,21 +107,51 @@ PAIR_CHECKS = (
 )
 
 
-def _run_rank(rank: int, num_ranks: int, port: int, out: str) -> None:
+# On GPUs DeepEP compiles its kernels for every shape, so a few cases stand for the table.
+GPU_CASES = (
+    "uneven-expand-sync",
+    "uneven-plain-sync",
+    "some_unselected-expand-async",
+    "none_selected-plain-sync",
+    "all_to_one_rank-expand-sync",
+    "idle_last_rank-expand-async",
+    "col_major-expand-sync",
+    "bf16-expand-sync",
+    "tile_edges-fp8",
+    "bias-2",
+)
+
+
+def _run_rank(rank: int, num_ranks: int, port: int, out: str, transport: str) -> None:
+    """Run one rank's checks; `transport`: "gloo" and "nccl" are the reference, "deep_ep" is the real class."""
     torch.set_num_threads(1)
+    on_gpu = transport != "gloo"
+    if on_gpu:
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        "nccl" if on_gpu else "gloo",
         init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=num_ranks,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=240),
     )
     group = dist.group.WORLD
-    checks = {name: lambda case=case: conformance.check(NanPadding, case, rank, group) for name, case in CASES.items()}
+    buffer_class, roundings = NanPadding, 1
+    if transport == "deep_ep":
+        # Ranks of one node without an RDMA NIC; communicators are not bound to a device here.
+        os.environ |= {"EP_DISABLE_GIN": "1", "EP_REUSE_NCCL_COMM": "0"}
+        from deep_ep import ElasticBuffer as buffer_class
+
+        roundings = 2
+
+    def run(case: conformance.Case) -> None:
+        conformance.check(buffer_class, case, rank, group, "cuda" if on_gpu else "cpu", roundings)
+
+    checks = {name: lambda case=case: run(case) for name, case in CASES.items() if not on_gpu or name in GPU_CASES}
     if num_ranks > 2:
         # What these cases vary does not depend on the number of ranks.
         checks = {name: check for name, check in checks.items() if not name.startswith(("topk", "hidden", "alignment"))}
-    if num_ranks == 2:
+    if num_ranks == 2 and not on_gpu:
         checks |= {check.__name__: lambda check=check: check(rank, group) for check in PAIR_CHECKS}
     failures = {}
     for name, check in checks.items():
@@ -134,23 +165,41 @@ def _run_rank(rank: int, num_ranks: int, port: int, out: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("num_ranks", WORLDS)
-def test_conforms(num_ranks, tmp_path):
-    """One spawn per world size runs the whole table (and at two ranks what needs exactly two)."""
+def _conforms(num_ranks: int, out: Path, transport: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ended = ""
     try:
-        mp.spawn(_run_rank, (num_ranks, port, str(tmp_path)), nprocs=num_ranks)
+        mp.spawn(_run_rank, (num_ranks, port, str(out), transport), nprocs=num_ranks)
     except ProcessException as exc:
         ended = f"the ranks did not finish: {exc}\n"
     report = "".join(
         f"[{name}] rank {file.stem}: {text}\n"
-        for file in sorted(tmp_path.glob("*.json"))
+        for file in sorted(out.glob("*.json"))
         for name, text in json.loads(file.read_text()).items()
     )
     assert not report and not ended, ended + report
+
+
+@pytest.mark.parametrize("num_ranks", WORLDS)
+def test_conforms(num_ranks, tmp_path):
+    """One spawn per world size runs the whole table (and at two ranks what needs exactly two)."""
+    _conforms(num_ranks, tmp_path, "gloo")
+
+
+def test_the_gpu_cases_are_in_the_table():
+    assert set(GPU_CASES) <= set(CASES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["nccl", "deep_ep"])
+def test_conforms_on_gpus(transport, tmp_path):
+    """The reference over NCCL, and DeepEP itself, on as many of one, two or four GPUs as there are."""
+    if transport == "deep_ep" and importlib.util.find_spec("deep_ep") is None:
+        pytest.skip("needs deep_ep")
+    gpus = torch.cuda.device_count()
+    _conforms(max(size for size in WORLDS if size <= gpus), tmp_path, transport)
 
 
 @pytest.fixture(scope="module")
