@@ -204,6 +204,26 @@ def test_ctrl_c_ends_every_child_and_exits_with_130(fake_servers, number):
     assert "every server is ended" in (fake_servers / "out.txt").read_text()
 
 
+def test_an_evaluation_runs_on_every_path_and_is_written_beside_the_differences(fake_servers, monkeypatch):
+    monkeypatch.setenv("FAKE_SHIFT", "-0.05")
+    Path("questions.jsonl").write_text('{"question": "a", "answer": "#### 1"}\n')
+    asked = []
+
+    def evaluate(server, settings, fleet, log):
+        asked.append((server.process.poll(), log.name))
+        return {"correct": 1, "total": 1, "accuracy": 1.0, "invalid": 0.0, "latency_s": 0.1}
+
+    monkeypatch.setattr(command, "evaluate_gsm8k", evaluate)
+    outcome = ab("--eval", "gsm8k", "--data-path", "questions.jsonl", "--eval-shots", "0")
+    assert outcome.exit_code == 0, outcome.output
+    names = ("nonexpanded", "psum")
+    assert sorted(asked, key=str) == [(None, f"qwen3-moe-fp8.{name}.gsm8k.log") for name in names], "servers must be up"
+    rows = [json.loads(line) for line in Path("runs/qwen3-moe-fp8.accuracy.jsonl").read_text().splitlines()]
+    assert [(row["path"], row["correct"], row["total"]) for row in rows] == [(name, 1, 1) for name in names]
+    assert rows[1]["logprob_diff_p50"] == pytest.approx(0.05) and rows[0]["logprob_diff_p99"] == 0.0
+    assert "GSM8K" in outcome.output
+
+
 def test_misused_options_are_refused_before_anything_starts(fake_servers):
     for args, message in (
         (["--paths", "sglang_expanded"], "needs a GPU"),

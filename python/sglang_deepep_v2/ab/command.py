@@ -164,6 +164,7 @@ def ab(
                 passed &= all(verdict.passed for verdict in verdicts)
                 document["checkpoints"][checkpoint.name] = [verdict.as_json() for verdict in verdicts]
                 if options.evaluation:
+                    _write_accuracy(options, checkpoint, verdicts)
                     report.print_accuracy(console, [verdict.result for verdict in verdicts])
                 if options.lengths:
                     rows = _measure(console, options, checkpoint, fleet, rounds, tokens, together)
@@ -312,6 +313,27 @@ def _evaluator(options: _Options, checkpoint: Checkpoint, fleet: Fleet):
         return evaluate_gsm8k(server, settings, fleet, options.out / f"{checkpoint.name}.{path}.gsm8k.log")
 
     return evaluate
+
+
+def _write_accuracy(options: _Options, checkpoint: Checkpoint, verdicts: list[report.Verdict]) -> None:
+    """One JSON line per evaluated path: `path`, `correct`, `total` and the logprob differences from the baseline."""
+    rows = []
+    for verdict in verdicts:
+        if (numbers := verdict.result.accuracy) is None:
+            continue
+        compared = verdict.comparison
+        rows.append(
+            {
+                "path": verdict.result.path,
+                "model": checkpoint.name,
+                "correct": numbers["correct"],
+                "total": numbers["total"],
+                "logprob_diff_p50": compared.median if compared else 0.0,
+                "logprob_diff_p99": compared.p99 if compared else 0.0,
+            }
+        )
+    file = options.out / f"{checkpoint.name}.accuracy.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _measure(

@@ -33,11 +33,11 @@ class Probe:
 
 
 def make_prompts(vocab: int, chunk: int, seed: int = 0, num_prompts: int = NUM_PROMPTS) -> list[list[int]]:
-    """`num_prompts` token-id prompts; every twentieth is longer than `chunk` tokens, the others 4 to 48 tokens long."""
+    """`num_prompts` token-id prompts; every twentieth is longer than `chunk` tokens, the others 4 to 24 tokens long."""
     rng = random.Random(seed)
     prompts = []
     for index in range(num_prompts):
-        length = chunk + rng.randint(1, 32) if index % _LONG_EVERY == 0 else rng.randint(4, 48)
+        length = chunk + rng.randint(1, 32) if index % _LONG_EVERY == 0 else rng.randint(4, 24)
         prompts.append([rng.randrange(_FIRST_TOKEN, vocab) for _ in range(length)])
     return prompts
 
