@@ -51,7 +51,7 @@ def watch(layer):
         return out
 
     def watched_combine(combine_input):
-        seen["combine_weights"] = combine_input.topk_weights
+        seen["weighted_before_combine"] = combine_input.topk_weights is None
         return combine(combine_input)
 
     impl.dispatch, impl.combine = watched_dispatch, watched_combine
@@ -149,7 +149,7 @@ def test_toggle_selects_the_layout(facts, fp8):
             assert dispatch["use_psum_layout"] == path.startswith("psum")
             assert dispatch["weights_dim"] == (2 if path == "nonexpanded" else 1)
             if path != "nonexpanded":
-                assert seen["combine_weights"] is None, "rows are weighted before combine"
+                assert seen["weighted_before_combine"]
                 assert dispatch["rows"] % 128 == 0
                 synced = -(-dispatch["psum"][-1] // 128) * 128
                 assert dispatch["rows"] == synced if path != "psum_sync_free" else dispatch["rows"] >= synced

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from sglang.srt.layers.moe.ep_moe import kernels
+from sglang.srt.layers.moe.ep_moe import kernels_reference as reference
+
 from kernel_cases import (
     ALIGNMENT,
     COUNTS,
@@ -11,8 +14,6 @@ from kernel_cases import (
     unpack_ue8m0,
     valid_rows,
 )
-from sglang.srt.layers.moe.ep_moe import kernels
-from sglang.srt.layers.moe.ep_moe import kernels_reference as reference
 
 ON_GPU = DEVICE == "cuda"
 # exp and division differ by an ulp between the device and torch; one bf16 or FP8 step may then go the other way.

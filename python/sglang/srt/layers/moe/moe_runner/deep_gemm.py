@@ -1,14 +1,14 @@
 """extends: the deepep_v2 <-> deep_gemm permutes and the expanded prefill of the runner core.
 
-Only the expanded, unmasked layout is ours; non-expanded prefill and masked decode go to SGLang's own functions unchanged.
+Only the expanded, unmasked layout is ours; non-expanded prefill and masked decode go to SGLang's own functions.
 Between dispatch and combine an expanded prefill runs
 
 - psum pipeline: grouped GEMM, one kernel for SwiGLU, quantisation and router weight, grouped GEMM;
 - labels pipeline: row labels, aligned scales, grouped GEMM, activation, quantisation, weight fold, aligned scales,
   grouped GEMM.
 
-Expanded combine sums rows as they are, so each row is weighted exactly once before it, unless ``no_combine`` asks for raw
-rows.
+Expanded combine sums rows as they are, so each row is weighted exactly once before it, unless ``no_combine`` asks for
+raw rows.
 """
 
 from __future__ import annotations

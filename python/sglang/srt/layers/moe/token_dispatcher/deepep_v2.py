@@ -61,7 +61,7 @@ class DeepEPv2DispatchOutput(NamedTuple):
 
     Attributes:
         hidden_states: ``[rows, hidden]`` float8_e4m3fn or bf16.
-        hidden_states_scale: ``[rows, hidden / 128]`` fp32 (or packed UE8M0 int32, or MXFP8 groups of 32), None for bf16.
+        hidden_states_scale: ``[rows, hidden / 128]`` fp32, or packed UE8M0 int32, or MXFP8 groups of 32; None: bf16.
         topk_ids: ``[rows, topk]`` int64 receiver-local expert ids or -1; None when expanded.
         topk_weights: ``[rows]`` fp32 when expanded, else ``[rows, topk]`` fp32.
         psum_num_recv_tokens_per_expert: ``[local experts]`` int32, on the device.
@@ -99,7 +99,7 @@ class DeepEPv2CombineInput(NamedTuple):
 
     Attributes:
         hidden_states: ``[rows, hidden]`` bf16, rows of the dispatch they answer, already weighted when expanded.
-        topk_weights: ``[rows, topk]`` fp32 of a non-expanded dispatch, which combine only transports; None when expanded.
+        topk_weights: ``[rows, topk]`` fp32 of a non-expanded dispatch, only transported; None when expanded.
         routewise_layout: set when a routewise finaliser still has to run.
     """
 

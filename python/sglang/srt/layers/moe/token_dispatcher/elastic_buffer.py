@@ -228,7 +228,7 @@ class DeepEPv2Buffer:
         # Published only once every rank has constructed it.
         state.buffer, state.key = buffer, key
         logger.info(
-            "DeepEP v2 buffer: transport=%s mode=%s ranks=%d capacity=%d tokens/rank hidden=%d topk=%d dtype=%s bytes=%s",
+            "DeepEP v2 buffer: transport=%s mode=%s ranks=%d capacity=%d hidden=%d topk=%d dtype=%s bytes=%s",
             buffer_class().transport,
             "hybrid" if hybrid else "direct",
             world_size,
