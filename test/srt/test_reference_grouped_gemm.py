@@ -122,10 +122,11 @@ def test_nan_padding_changes_no_bit_of_a_valid_row(kind, psum):
 
 
 @pytest.mark.parametrize("psum", [True, False], ids=["psum", "labels"])
-def test_padding_rows_are_those_of_sm90(psum):
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_rows_are_those_of_sm90(kind, psum):
     """Expert 0 has 3 rows, expert 1 has 65, then a tail of one more region."""
-    problem = _problem("bf16", (3, 65), tail=A, nan_padding=True)
-    d = _contiguous("bf16", problem, psum)
+    problem = _problem(kind, (3, 65), tail=A, nan_padding=True)
+    d = _contiguous(kind, problem, psum)
     assert d[3:64].isnan().all(), "a half with valid rows is computed as a whole"
     assert (d[64:128] == 0).all(), "a half past the expert's end is zeros"
     assert d[128 + 65 : 256].isnan().all()
@@ -162,6 +163,7 @@ def test_masked_rows_match_float64_and_the_rest_is_untouched(kind):
         grouped_gemm.fp8_m_grouped_gemm_nt_masked((qa, sa), (qb, sb), d, masked_m, 8)
     want = a64 @ b64.transpose(1, 2)
     _assert_close(d[valid], want[valid])
+    assert d[0, 3:64].isnan().all(), "a half with valid rows is computed as a whole"
     assert (d[1] == 7).all() and (d[0, 64:] == 7).all() and (d[2, 64:] == 7).all() and (d[3, 128:] == 7).all()
 
 
