@@ -134,6 +134,27 @@ def test_pipelines_agree(case):
     assert relative_error(psum, labels) <= 5e-3
 
 
+def test_ue8m0_scales_are_never_weighted(case, monkeypatch):
+    """A power of two cannot take the weight: the labels pipeline leaves SGLang's chain alone and weights its output."""
+    weighted = []
+
+    def scale_rows(x, row_weights):
+        weighted.append(x.dtype)
+        return x.copy_(x.float() * row_weights[:, None])
+
+    def chain(self, runner_input, quant_info, running_state):
+        return case.exact.bfloat16()
+
+    monkeypatch.setattr(runner.deep_gemm_wrapper, "DEEPGEMM_SCALE_UE8M0", True)
+    monkeypatch.setattr(runner.DeepGemmRunnerCore, "_run_contiguous_gemm", chain)
+    monkeypatch.setattr(runner.DeepGemmRunnerCore, "_run_bf16_contiguous_gemm", chain)
+    monkeypatch.setattr(runner.kernels, "scale_expanded_rows_", scale_rows)
+    combined = run(case, psum_layout=False)
+    assert weighted == [torch.bfloat16]
+    exact = case.exact * case.router.double()[:, None]
+    assert relative_error(combined.hidden_states[case.valid], exact[case.valid]) < MAX_ERROR[False]
+
+
 @pytest.mark.parametrize("psum_layout", PIPELINES)
 def test_no_rows(case, psum_layout):
     """A rank that receives nothing launches nothing and hands an empty tensor on."""
