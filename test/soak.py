@@ -24,9 +24,9 @@ from rank_processes import RankPool
 BATCH = 50
 # Layers before memory is first noted: every shape has been built and every allocator has its arenas by then.
 WARM_UP = 300
-MEMORY_LIMIT_MIB = 40
-# One batch must come back within the collectives' own limit and what its compute may take.
-GROUP_TIMEOUT_S = 120
+MEMORY_LIMIT_MIB = 20
+# A collective that waits longer has lost a rank; a batch that takes longer hangs, even on a busy machine.
+GROUP_TIMEOUT_S, BATCH_TIMEOUT_S = 120, 600
 SHAPES = tuple(Shape(experts=experts, topk=topk) for experts, topk in ((8, 2), (8, 5), (16, 8), (32, 4)))
 PATHS = ("nonexpanded", "labels", "psum", "psum_sync_free")
 
@@ -62,7 +62,7 @@ def main() -> int:
     options = parser.parse_args()
     chooser, started, before = random.Random(options.seed), time.monotonic(), None
     done, worst = 0, 0.0
-    with RankPool(options.ranks, group_timeout_s=GROUP_TIMEOUT_S) as pool:
+    with RankPool(options.ranks, group_timeout_s=GROUP_TIMEOUT_S, answer_timeout_s=BATCH_TIMEOUT_S) as pool:
         while done < options.layers:
             layers = [draw(chooser, options.ranks) for _ in range(min(BATCH, options.layers - done))]
             try:

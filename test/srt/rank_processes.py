@@ -126,11 +126,22 @@ def _main_loop(rank, world_size, port, env, group_timeout_s, pipe):
 
 
 class RankPool:
-    """Ranks that stay; a context manager."""
+    """Ranks that stay; a context manager.
 
-    def __init__(self, world_size: int, env: dict[str, str] | None = None, group_timeout_s: int = 60):
+    Args:
+        group_timeout_s: seconds after which a collective of the process groups gives up.
+        answer_timeout_s: seconds one ``run`` may take before its ranks count as hanging.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        env: dict[str, str] | None = None,
+        group_timeout_s: int = 60,
+        answer_timeout_s: int = 120,
+    ):
         self.world_size = world_size
-        self._timeout_s = group_timeout_s + 30
+        self._timeout_s = answer_timeout_s
         self._ranks = _start(world_size, _main_loop, env=env, group_timeout_s=group_timeout_s)
 
     def run(self, function, *args) -> list[Any]:
