@@ -57,7 +57,7 @@ def test_the_router_of_a_tiny_checkpoint_decides_clearly(root):
     normed = embedding * torch.rsqrt(embedding.square().mean(1, keepdim=True) + 1e-6)
     logits = normed @ weights["model.layers.0.mlp.gate.weight"].float().T
     best = logits.topk(3, dim=1).values
-    assert (best[:, 1] - best[:, 2]).min() > 0.2
+    assert (best[:, 1] - best[:, 2]).min() > 1.0
     assert len(set(map(tuple, logits.topk(2, dim=1).indices.sort(1).values.tolist()))) > 20, "all experts are used"
 
 
@@ -138,4 +138,4 @@ def test_a_realistic_layout_scaled_down_is_written(root):
     assert weights["model.layers.0.self_attn.k_proj.weight"].shape == (192, 256)
     assert weights["model.layers.1.self_attn.k_proj.weight"].shape == (384, 256)
     assert weights["model.layers.1.self_attn.v_proj.weight"].shape == (256, 256)
-    assert weights["model.layers.0.mlp.down_proj.weight"].dtype == torch.float8_e4m3fn
+    assert weights["model.layers.1.mlp.experts.0.down_proj.weight"].dtype == torch.float8_e4m3fn

@@ -115,6 +115,7 @@ def test_resume_keeps_equal_questions_only(fake_servers, monkeypatch):
     # Another toggle is another question, for the path it reaches.
     monkeypatch.setenv("SGLANG_DEEPEP_V2_NUM_SMS", "8")
     assert not any(result.resumed for result in run(fake_servers, "psum", resume=True).values())
+    assert not any(result.resumed for result in run(fake_servers, "psum", resume=True, evaluation="gsm8k").values())
     # A failed path is asked again, and without --resume every path is.
     monkeypatch.setenv("FAKE_DROP", "1")
     assert run(fake_servers, "psum")["psum"].error

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 4
 FP8_BLOCK = 128
 _FP8_MAX = 448.0
 _STAMP = "generated.json"
@@ -32,7 +32,8 @@ class CheckpointSpec:
     Attributes:
         name: directory name.
         arch: `Qwen3MoeForCausalLM` or `MiMoV2FlashForCausalLM`.
-        fp8: expert weights (and dense MLP and attention projections with `fp8_dense`) in FP8 with 128x128 block scales.
+        fp8: expert weights in FP8 with 128x128 block scales.
+        fp8_dense: the attention's projections and dense MLPs as well, which needs a GPU to serve.
         router_scale: length of a router row; larger makes the two chosen experts' weights more unequal.
         affinity: how far a token's embedding leans towards its experts' router rows, in standard deviations of a logit.
         expert_gain: factor on the experts' weights, so that the MoE output weighs beside the residual.
@@ -56,7 +57,7 @@ class CheckpointSpec:
     fp8: bool = False
     fp8_dense: bool = False
     router_scale: float = 0.4
-    affinity: float = 8.0
+    affinity: float = 16.0
     expert_gain: float = 1.2
     seed: int = 0
 
@@ -266,6 +267,9 @@ def _unquantised_modules(spec: CheckpointSpec) -> list[str]:
         if not spec.fp8_dense:
             projections = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")
             modules += [f"{prefix}self_attn.{projection}" for projection in projections]
+            if not _is_moe(spec, layer):
+                projections = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+                modules += [f"{prefix}mlp.{projection}" for projection in projections]
     return modules
 
 
@@ -316,9 +320,9 @@ def _shards(spec: CheckpointSpec, device: str) -> Iterator[dict[str, torch.Tenso
             tensors[attention + "q_norm.weight"] = ones(spec.head_dim)
             tensors[attention + "k_norm.weight"] = ones(spec.head_dim)
         if not _is_moe(spec, layer):
-            tensors |= linear(mlp + "gate_proj", spec.intermediate, spec.hidden, spec.fp8)
-            tensors |= linear(mlp + "up_proj", spec.intermediate, spec.hidden, spec.fp8)
-            tensors |= linear(mlp + "down_proj", spec.hidden, spec.intermediate, spec.fp8)
+            tensors |= linear(mlp + "gate_proj", spec.intermediate, spec.hidden, spec.fp8_dense)
+            tensors |= linear(mlp + "up_proj", spec.intermediate, spec.hidden, spec.fp8_dense)
+            tensors |= linear(mlp + "down_proj", spec.hidden, spec.intermediate, spec.fp8_dense)
             yield tensors
             continue
         gate = router if router is not None else normal(spec.experts, spec.hidden, std=spec.hidden**-0.5)

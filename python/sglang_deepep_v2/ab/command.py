@@ -289,6 +289,7 @@ def _compare(console: Console, options: _Options, checkpoint: Checkpoint, fleet:
         fleet=fleet,
         resume=options.resume,
         evaluate=_evaluator(options, checkpoint, fleet),
+        evaluation=str(options.evaluation or ""),
     )
     with report.progress_display(console, checkpoint.name) as update:
         results = run_all(job, checkpoint.paths, checkpoint.with_reference, options.jobs, update)

@@ -81,6 +81,7 @@ class Job:
         fleet: holds the processes.
         resume: take over the results of an earlier run with the same question.
         evaluate: called with each live server and the path's name; returns the accuracy to record.
+        evaluation: what `evaluate` asks, so that another evaluation is not taken for this one.
     """
 
     model: str
@@ -91,13 +92,14 @@ class Job:
     fleet: Fleet
     resume: bool = False
     evaluate: Callable[[Server, str], dict] | None = None
+    evaluation: str = ""
 
     def file(self, path: str, suffix: str) -> Path:
         return self.out / f"{self.model}.{path}{suffix}"
 
     def fingerprint(self, path: ServePath | None) -> str:
         """Changes with anything that may change the answer of a path."""
-        question = [asdict(self.settings), list(map(list, self.prompts)), self.new_tokens, bool(self.evaluate)]
+        question = [asdict(self.settings), list(map(list, self.prompts)), self.new_tokens, self.evaluation]
         environment = {}
         if path is not None:
             question += [asdict(path)]
