@@ -6,6 +6,7 @@ from sglang_deepep_v2.ab.command import ab
 from sglang_deepep_v2.bench import bench
 from sglang_deepep_v2.doctor import doctor
 from sglang_deepep_v2.status import status
+from sglang_deepep_v2.upstream import upstream
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -15,5 +16,5 @@ def _cli() -> None:
     """Expanded DeepEP V2 prefill for SGLang."""
 
 
-for command in (status, doctor, ab, bench):
+for command in (status, doctor, ab, bench, upstream):
     app.command()(command)
