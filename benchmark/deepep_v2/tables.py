@@ -1,0 +1,354 @@
+"""The tables of docs/deepep_v2.md, from the benchmarks' records: prints them, or writes them between their markers.
+
+    python3 benchmark/deepep_v2/tables.py            # print every table
+    python3 benchmark/deepep_v2/tables.py --write    # and put each between its markers in docs/deepep_v2.md
+    python3 benchmark/deepep_v2/tables.py --check    # exit 1 when the page's tables are not those of the records
+
+A marked block is ``<!-- table:NAME -->`` ... ``<!-- /table:NAME -->``, each on a line of its own. Numbers of one row or
+ratio always come from one run: the newest of that size that measured plain SGLang too. Plain Python: neither torch nor
+sglang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import records
+import seed_claims
+import shapes
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parents[1] / "docs" / "deepep_v2.md"
+MARKED = re.compile(r"(<!-- table:(\w+) -->\n)(.*?)(<!-- /table:\2 -->)", re.S)
+
+# What the patch does now, per measurement of bench_variants.py; the other variants are held against it.
+KEPT = {
+    "multiple_reduction": "allow_multiple_reduction=True",
+    "combine_bias": "addition afterwards",
+    "half_batches": "whole batch",
+    "gemm_options": "psum",
+    "communication_sms": "num_sms=0",
+    "swiglu_tiles": None,
+}
+# Records of one run and size that lie further apart belong to two runs.
+PAUSE_S = 60.0
+
+
+def markdown(rows: list[list[str]], left: int = 1) -> str:
+    """A Markdown table: the first row is the heading, the first ``left`` columns are aligned left, the others right."""
+    rules = ["---"] * left + ["---:"] * (len(rows[0]) - left)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (rows[0], rules, *rows[1:]))
+
+
+def missing(command: str) -> str:
+    return f"No record yet; `{command}` writes it."
+
+
+def runs(rows: Iterable[dict], size: Callable[[dict], tuple], key: Callable[[dict], object]) -> list[list[list[dict]]]:
+    """Of each size its runs, in file order: a key that comes again, or a pause, starts the next one.
+
+    Records carry a date or not; those of one run of one size are written within a moment.
+    """
+    found: dict[tuple, list[dict]] = {}
+    for row in rows:
+        of_size = found.setdefault(size(row), [{}])
+        last = next(reversed(of_size[-1].values()), None)
+        if key(row) in of_size[-1] or (last and "date" in row and _pause(last["date"], row["date"])):
+            of_size.append({})
+        of_size[-1][key(row)] = row
+    return [[list(run.values()) for run in of_size] for of_size in found.values()]
+
+
+def _pause(earlier: str, later: str) -> bool:
+    return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds() > PAUSE_S
+
+
+def newest_runs(rows: list[dict]) -> list[dict]:
+    """Of each shape and number of tokens, one run: the last that has a peer of plain SGLang, else the last."""
+    chosen = []
+    fields = (*records.SHAPE_FIELDS, "tokens")
+    for of_size in runs(rows, lambda row: tuple(row[f] for f in fields), lambda row: row["path"]):
+        with_peer = [run for run in of_size if any(row["path"].startswith("sglang_") for row in run)]
+        chosen += (with_peer or of_size)[-1]
+    return chosen
+
+
+def last_runs(rows: list[dict], size: tuple[str, ...], key: tuple[str, ...]) -> list[dict]:
+    """Of each size, the last run."""
+    found = runs(rows, lambda row: tuple(row.get(f) for f in size), lambda row: tuple(row[f] for f in key))
+    return [row for of_size in found for row in of_size[-1]]
+
+
+def environment(data: seed_claims.Data) -> str:
+    if not data.layer:
+        return missing("sglang-deepep-v2 bench")
+    lines = {}
+    for record in data.layer:
+        versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+        commit = f", commit {record['commit'][:12]}" if record["commit"] not in ("", "unknown") else ""
+        lines.setdefault(f"{record['gpu']}; {versions}{commit}", []).append(record["date"][:10])
+    return "\n".join(f"- {line}; {' to '.join(sorted({min(d), max(d)}))}" for line, d in lines.items())
+
+
+def _spread(record: dict) -> str:
+    return f"{record['us_median']:.0f} ({record['us_min']:.0f}-{record['us_max']:.0f})"
+
+
+def _target_groups(layer: list[dict]):
+    for shape, by_tokens in records.groups(layer):
+        if all(shape[field] == value for field, value in records.TARGET.items()):
+            yield shape, by_tokens
+
+
+def layer(data: seed_claims.Data) -> str:
+    blocks = []
+    for shape, by_tokens in sorted(_target_groups(data.layer), key=lambda group: group[0]["ep"]):
+        rows = [["us per layer: median (min-max)", *(f"{tokens} tokens" for tokens in by_tokens)]]
+        for path in records.PATHS:
+            cells = [_spread(by_path[path]) if path in by_path else "" for by_path in by_tokens.values()]
+            if any(cells):
+                rows.append([f"`{path}`", *cells])
+        names = dict.fromkeys(name for name, *_ in records.ratio_rows(shape, by_tokens))
+        for name in names:
+            ratios = {tokens: ratio for row, tokens, ratio, _ in records.ratio_rows(shape, by_tokens) if row == name}
+            cells = [f"**{ratios[tokens]:.2f}**" if tokens in ratios else "" for tokens in by_tokens]
+            rows.append([f"ratio {name.replace(' / ', ' : ')}", *cells])
+        rounds = sorted({r["rounds"] for by_path in by_tokens.values() for r in by_path.values()})
+        head = (
+            f"EP{shape['ep']}, hidden {shape['hidden']}, intermediate {shape['intermediate']}, "
+            f"{shape['local_experts']} local experts, top-{shape['topk']}, {shape['gpu']}, "
+            f"{' or '.join(map(str, rounds))} rounds, tokens per rank:"
+        )
+        blocks.append(f"{head}\n\n{markdown(rows)}")
+    return "\n\n".join(blocks) or missing("sglang-deepep-v2 bench")
+
+
+def other_shapes(data: seed_claims.Data) -> str:
+    known = {widths: name for name, widths in shapes.WIDTHS.items()}
+    pairs = (("sglang_expanded", "psum"), ("sglang_nonexpanded", "psum"))
+    found, sizes = {}, set()
+    for shape, by_tokens in records.groups(data.layer):
+        name = known.get((shape["hidden"], shape["intermediate"], shape["topk"]))
+        if name in (None, "seed"):
+            continue
+        for tokens, by_path in by_tokens.items():
+            for slow, ours in pairs:
+                if slow in by_path and ours in by_path:
+                    row = found.setdefault((name, shape["ep"], shape["local_experts"]), {})
+                    ratio = by_path[slow]["us_median"] / by_path[ours]["us_median"]
+                    row.setdefault(tokens, []).append(f"{ratio:.2f}")
+                    sizes.add(tokens)
+    if not found:
+        command = "python3 benchmark/deepep_v2/bench_layer.py --no-inspect --shapes mimo-v2-flash deepseek-v3"
+        return missing(f"{command} qwen3-235b glm --local-experts 8 16 32")
+    rows = [["widths of", "EP", "local experts", *(f"{tokens} tokens" for tokens in sorted(sizes))]]
+    for (name, ep, experts), row in sorted(found.items()):
+        rows.append(
+            [name, str(ep), str(experts), *(" / ".join(row.get(tokens, [])) or "-" for tokens in sorted(sizes))]
+        )
+    return markdown(rows)
+
+
+def detail(data: seed_claims.Data) -> str:
+    blocks = []
+    for ep in sorted({record["ep"] for record in data.detail}):
+        rows = [["path", "GPU busy us", "waiting us", "host us", "launches", "between", "error", "same bits twice"]]
+        for record in data.detail:
+            if record["ep"] != ep or record["tokens"] != seed_claims.TOKENS:
+                continue
+            between = "-" if record["between"] is None else str(record["between"])
+            error = "-" if record["error"] is None else f"{record['error']:.5f}"
+            rows.append(
+                [f"`{record['path']}`"]
+                + [f"{record[field]:.0f}" for field in ("busy_us", "waiting_us", "host_us", "launches")]
+                + [between, error, {True: "yes", False: "no", None: "-"}[record["bitwise"]]]
+            )
+        if len(rows) > 1:
+            blocks.append(f"EP{ep}, {seed_claims.TOKENS} tokens per rank:\n\n{markdown(rows)}")
+    return "\n\n".join(blocks) or missing("sglang-deepep-v2 bench")
+
+
+def server(data: seed_claims.Data) -> str:
+    if not data.server:
+        return missing("sglang-deepep-v2 ab --model random:qwen3-moe-fp8 --prompt-len 1024,8192,32768")
+    blocks = []
+    for model, ep in dict.fromkeys((row["model"], row["ep"]) for row in data.server):
+        of_model = [row for row in data.server if (row["model"], row["ep"]) == (model, ep)]
+        lengths = sorted({row["prompt_len"] for row in of_model})
+        paths = list(dict.fromkeys(row["path"] for row in of_model))
+        by_key = {(row["path"], row["prompt_len"]): row for row in of_model}
+        first = paths[0]
+        rows = [["input tok/s: median (min-max), against the first", *(f"prompts of {length}" for length in lengths)]]
+        for path in paths:
+            cells = []
+            for length in lengths:
+                row, base = by_key.get((path, length)), by_key.get((first, length))
+                if row is None:
+                    cells.append("-")
+                    continue
+                low, high = row["input_tok_s_min"], row["input_tok_s_max"]
+                gain = f", {row['input_tok_s_median'] / base['input_tok_s_median'] - 1:+.1%}" if base else ""
+                cells.append(f"{row['input_tok_s_median']:.0f} ({low:.0f}-{high:.0f}){'' if path == first else gain}")
+            rows.append([f"`{path}`", *cells])
+        rounds = " or ".join(map(str, sorted({row["rounds"] for row in of_model})))
+        blocks.append(f"{model}, EP{ep}, {rounds} alternating rounds:\n\n{markdown(rows)}")
+    return "\n\n".join(blocks)
+
+
+def accuracy(data: seed_claims.Data) -> str:
+    if not data.accuracy:
+        return missing("python3 benchmark/deepep_v2/accuracy/eval_paths.py --model DIR/fp8")
+    rows = [["path", "correct", "of", "exact match", "95 % interval", "logprob difference p50", "p99"]]
+    for row in data.accuracy:
+        low, high = wilson(row["correct"], row["total"])
+        rows.append(
+            [
+                f"`{row['path']}`",
+                str(row["correct"]),
+                str(row["total"]),
+                f"{row['correct'] / row['total']:.2%}",
+                f"{low:.1%}-{high:.1%}",
+                f"{row['logprob_diff_p50']:.5f}",
+                f"{row['logprob_diff_p99']:.5f}",
+            ]
+        )
+    return markdown(rows)
+
+
+def wilson(correct: int, total: int, z: float = statistics.NormalDist().inv_cdf(0.975)) -> tuple[float, float]:
+    """Wilson's interval of a share."""
+    share, square = correct / total, z * z / total
+    centre = (share + square / 2) / (1 + square)
+    half = z * ((share * (1 - share) / total + square / total / 4) ** 0.5) / (1 + square)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def kept_tile() -> str:
+    """The activation kernel's tile as bench_variants.py names it, from the kernel's own constants."""
+    source = (HERE.parents[1] / "python/sglang/srt/layers/moe/ep_moe/kernels.py").read_text()
+    names = ("BLOCK_M", "GROUPS", "WARPS", "MAX_PROGRAMS")
+    values = [re.search(rf"^SWIGLU_{name} = (\d+)$", source, re.M)[1] for name in names]
+    return "BM {} G {} W {} P {}".format(*values)
+
+
+def variants(data: seed_claims.Data) -> str:
+    blocks = []
+    for name, kept in KEPT.items():
+        kept = kept or kept_tile()
+        for ep in sorted({row["ep"] for row in data.variants if row["name"] == name}):
+            of_name = [row for row in data.variants if (row["name"], row["ep"]) == (name, ep)]
+            sizes = sorted({row["tokens"] for row in of_name})
+            cells = {(row["variant"], row["tokens"]): row for row in of_name}
+            shown = list(dict.fromkeys(row["variant"] for row in of_name))
+            if name == "swiglu_tiles":
+                # The whole sweep is in the records; the kept tile, the fastest ones and the slowest tell enough.
+                shown = _notable_tiles(of_name, kept)
+            rows = [[f"{name}, EP{ep}", *(f"{tokens} tokens" for tokens in sizes)]]
+            for variant in shown:
+                line = [_variant_cell(cells, variant, tokens, kept) for tokens in sizes]
+                rows.append([f"{variant}{' (kept)' if variant == kept else ''}", *line])
+            blocks.append(markdown(rows))
+    return "\n\n".join(blocks) or missing("python3 benchmark/deepep_v2/bench_variants.py")
+
+
+def _notable_tiles(rows: list[dict], kept: str) -> list[str]:
+    shown = [kept]
+    for tokens in sorted({row["tokens"] for row in rows}):
+        timed = sorted((r for r in rows if r["tokens"] == tokens and r["us"] is not None), key=lambda r: r["us"])
+        shown += [row["variant"] for row in (timed[0], timed[-1])] if timed else []
+    return list(dict.fromkeys(shown))
+
+
+def _variant_cell(cells: dict[tuple, dict], variant: str, tokens: int, kept: str) -> str:
+    """``us (x times the kept variant, figure)``."""
+    row, base = cells.get((variant, tokens)), cells.get((kept, tokens))
+    if row is None:
+        return "-"
+    if row["us"] is None:
+        return "not accepted"
+    notes = []
+    if base and base["us"] and variant != kept and row["what"].startswith("both") == base["what"].startswith("both"):
+        notes.append(f"{row['us'] / base['us']:.2f}x")
+    notes += [f"{word} {row[field]:.2g}" for field, word in _FIGURES.items() if row.get(field) is not None]
+    return f"{row['us']:.1f} us" + (f" ({', '.join(notes)})" if notes else "")
+
+
+_FIGURES = {"error": "error", "difference": "difference", "share_of_copy": "share of copy"}
+TABLES: dict[str, Callable[[seed_claims.Data], str]] = {
+    "environment": environment,
+    "layer": layer,
+    "other_shapes": other_shapes,
+    "detail": detail,
+    "server": server,
+    "accuracy": accuracy,
+    "variants": variants,
+    "seed": lambda data: markdown(seed_claims.rows(data), left=4),
+}
+
+
+def load(results: Path) -> seed_claims.Data:
+    """The records of one folder, of each measurement the newest run."""
+    read = {
+        name: records.read(results / f"{name}.jsonl")
+        for name in ("layer", "detail", "profile", "activation", "server", "accuracy", "variants")
+    }
+    inspected = [
+        row
+        for row in read["detail"]
+        if row["busy_us"] is not None and all(row[field] == value for field, value in records.TARGET.items())
+    ]
+    of_target = [row for row in read["variants"] if row["hidden"] == records.TARGET["hidden"]]
+    return seed_claims.Data(
+        layer=newest_runs(read["layer"]),
+        detail=newest_runs(inspected),
+        profile=read["profile"],
+        activation=read["activation"],
+        server=last_runs(read["server"], ("model", "ep"), ("path", "prompt_len")),
+        accuracy=last_runs(read["accuracy"], ("model",), ("path",)),
+        variants=last_runs(of_target, ("name", "ep", "tokens", "local_experts"), ("variant",)),
+    )
+
+
+def fill(page: str, data: seed_claims.Data) -> str:
+    """``page`` with every marked block replaced. Raises ValueError for an unknown, missing or unclosed block."""
+    opened = re.findall(r"^<!-- table:(\w+) -->$", page, re.M)
+    blocks = [match[2] for match in MARKED.finditer(page)]
+    if sorted(opened) != sorted(TABLES) or sorted(blocks) != sorted(TABLES):
+        raise ValueError(
+            f"the page opens {sorted(opened)}, closes {sorted(blocks)}; there are tables for {sorted(TABLES)}"
+        )
+    return MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]](data)}\n{match[4]}", page)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--write", action="store_true", help="write the tables into the page")
+    parser.add_argument("--check", action="store_true", help="exit 1 when the page differs from the records")
+    args = parser.parse_args(arguments)
+    data = load(args.results)
+    if not (args.write or args.check):
+        for name, table in TABLES.items():
+            print(f"== {name}\n{table(data)}\n")
+        return 0
+    before = args.page.read_text()
+    after = fill(before, data)
+    if args.check:
+        print("the page holds the records' tables" if after == before else f"{args.page} is stale: run with --write")
+        return int(after != before)
+    args.page.write_text(after)
+    print(f"{args.page}: {len(TABLES)} tables written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
