@@ -25,3 +25,7 @@ class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):
 
     def is_pin_memory_available(self, device=None) -> bool:
         return False
+
+    def get_device(self, device_id: int | None = None) -> str:
+        # SGLang splits the name it gets when no --device is passed.
+        return "cpu"

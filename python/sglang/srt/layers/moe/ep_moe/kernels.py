@@ -19,10 +19,13 @@ QUANT_GROUP = 128
 # Scale groups are divided by their largest magnitude; this floor keeps an all-zero group finite.
 AMAX_FLOOR = 1e-10
 
-# Rows x 128-column groups of one swiglu tile and its warps (H200, 19,712 rows x 2,048: `bench_variants.py --sweep`).
+# Rows x 128-column groups of one swiglu tile and its warps: `bench_variants.py --only swiglu_tiles` on an H200.
 SWIGLU_BLOCK_M = 8
-SWIGLU_GROUPS = 4
-SWIGLU_WARPS = 4
+SWIGLU_GROUPS = 1
+SWIGLU_WARPS = 2
+# Packed UE8M0 scales hold four groups in one int32, so such a tile is four groups wide.
+SWIGLU_UE8M0_GROUPS = 4
+SWIGLU_UE8M0_WARPS = 4
 # More programs than this loop over tiles, so that a capacity-sized launch does not pay for its empty tail.
 SWIGLU_MAX_PROGRAMS = 16384
 
@@ -204,12 +207,6 @@ def _ue8m0_exponent(scale):
 
 
 @triton.jit
-def _fp8_multiplier(amax, FP8_LIMIT: tl.constexpr):
-    # IEEE division, so that both layouts and SGLang's own quantiser round alike.
-    return tl.div_rn(tl.zeros_like(amax) + FP8_LIMIT, amax)
-
-
-@triton.jit
 def _swiglu_tile(
     first,
     gateup_ptr,
@@ -271,7 +268,7 @@ def _swiglu_tile(
                 scale_mask = row_mask[:, None] & (pack < (INTERMEDIATE + 511) // 512)[None, :]
                 tl.store(scale_ptr + scale_at, packed, mask=scale_mask)
             else:
-                multiplier = _fp8_multiplier(amax, FP8_LIMIT)
+                multiplier = FP8_LIMIT / amax
                 if HAS_WEIGHT:
                     # The GEMM multiplies by this scale, so the row leaves it weighted.
                     scale = scale * weight[:, None]
@@ -388,10 +385,13 @@ def _run_swiglu(gateup, out, scale, row_weights, psum, alignment, limit, keep_fp
     num_experts = psum.shape[0]
     # The interpreter pays per program, not per element.
     block_m = triton.next_power_of_2(min(alignment, 128)) if _INTERPRETED else SWIGLU_BLOCK_M
+    groups, warps = (SWIGLU_UE8M0_GROUPS, SWIGLU_UE8M0_WARPS) if ue8m0 else (SWIGLU_GROUPS, SWIGLU_WARPS)
+    if _INTERPRETED:
+        groups = SWIGLU_UE8M0_GROUPS
     tiles = -(-rows // block_m)
     programs = min(tiles, SWIGLU_MAX_PROGRAMS)
     _launch_swiglu(
-        (programs, -(-intermediate // (SWIGLU_GROUPS * QUANT_GROUP)), 1),
+        (programs, -(-intermediate // (groups * QUANT_GROUP)), 1),
         (gateup, out, scale, row_weights, psum),
         (rows, 0 if scale is None else scale.stride(1), _bf16_limit(limit)),
         (
@@ -400,7 +400,7 @@ def _run_swiglu(gateup, out, scale, row_weights, psum, alignment, limit, keep_fp
             triton.next_power_of_2(num_experts),
             alignment,
             block_m,
-            SWIGLU_GROUPS,
+            groups,
             scale is not None,
             ue8m0,
             row_weights is not None,
@@ -410,7 +410,7 @@ def _run_swiglu(gateup, out, scale, row_weights, psum, alignment, limit, keep_fp
             FP8_MAX,
             AMAX_FLOOR,
         ),
-        SWIGLU_WARPS,
+        warps,
     )
 
 
@@ -539,7 +539,7 @@ def _quant_tokens_kernel(
     scale_at = row[:, None] + group[None, :].to(tl.int64) * stride_scale_group
     scale_mask = row_mask[:, None] & (group < HIDDEN // 128)[None, :]
     tl.store(scale_ptr + scale_at, amax * (1.0 / FP8_LIMIT), mask=scale_mask)
-    x = tl.minimum(tl.maximum(x * _fp8_multiplier(amax, FP8_LIMIT)[:, :, None], -FP8_LIMIT), FP8_LIMIT)
+    x = tl.minimum(tl.maximum(x * (FP8_LIMIT / amax)[:, :, None], -FP8_LIMIT), FP8_LIMIT)
     tl.store(q_ptr + at, tl.reshape(x, (BLOCK_M, BLOCK_N)).to(q_ptr.dtype.element_ty), mask=mask)
     if WIDEN_IDS:
         if tl.program_id(1) == 0:

@@ -1,9 +1,10 @@
 """new: the buffer of DeepEP V2: its class, the environment that it reads, and the one instance of this process.
 
-One adapter for the three classes that can stand behind the dispatcher: ``deep_ep.ElasticBuffer`` (DeepEP 2.0 and 2.1),
-``deep_ep.EPBuffer`` (its name from 2.5 on) and the reference transport over ``torch.distributed``.
+One adapter for the three classes that can stand behind the dispatcher: ``ElasticBuffer`` (DeepEP 2.0 and 2.1),
+``EPBuffer`` (DeepEP 2.5) and the reference transport over ``torch.distributed``.
 """
 
+import importlib
 import inspect
 import logging
 import os
@@ -18,7 +19,10 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_resources
 
 logger = logging.getLogger(__name__)
 
+# The wheel of DeepEP 2.5 installs deep_ep_v25, so that both can be there; its own build is deep_ep.
+_PACKAGES = ("deep_ep", "deep_ep_v25")
 _CLASS_NAMES = ("ElasticBuffer", "EPBuffer")
+_NCCL = {"deep_ep": "2.30.7", "deep_ep_v25": "2.32.3"}
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -29,11 +33,13 @@ class BufferClass(NamedTuple):
         cls: the class, None when it cannot be used.
         transport: ``deep_ep`` or ``reference``.
         error: what importing it raised, None when ``cls`` is set.
+        package: the package that ``cls`` or ``error`` comes from.
     """
 
     cls: type | None
     transport: str
     error: BaseException | None
+    package: str = "deep_ep"
 
 
 def find_buffer_class() -> BufferClass:
@@ -44,18 +50,38 @@ def find_buffer_class() -> BufferClass:
         except Exception as error:
             return BufferClass(None, "reference", error)
         return BufferClass(ReferenceElasticBuffer, "reference", None)
+    tried = [_import_buffer_class(package) for package in _PACKAGES]
+    # A package that is there and refuses says more than one that is missing.
+    return next(
+        (found for found in tried if found.cls is not None),
+        next((found for found in tried if not isinstance(found.error, ModuleNotFoundError)), tried[0]),
+    )
+
+
+def _import_buffer_class(package: str) -> BufferClass:
     # DeepEP checks the host at import with bare asserts (NCCL that is loaded, CUDA toolkit), hence any exception.
     try:
-        import deep_ep
+        module = importlib.import_module(package)
     except Exception as error:
-        return BufferClass(None, "deep_ep", error)
-    for name in _CLASS_NAMES:
-        if hasattr(deep_ep, name):
-            return BufferClass(getattr(deep_ep, name), "deep_ep", None)
-    version = getattr(deep_ep, "__version__", "unknown")
-    return BufferClass(
-        None, "deep_ep", ImportError(f"deep_ep {version} has neither of {', '.join(_CLASS_NAMES)}; V2 needs >= 2.0")
-    )
+        return BufferClass(None, "deep_ep", error, package)
+    name = next((name for name in _CLASS_NAMES if hasattr(module, name)), None)
+    if name is None:
+        version = getattr(module, "__version__", "unknown")
+        error = ImportError(f"{package} {version} has neither of {', '.join(_CLASS_NAMES)}; V2 needs >= 2.0")
+        return BufferClass(None, "deep_ep", error, package)
+    cls = getattr(module, name)
+    return BufferClass(_copying_ids(cls) if name == "EPBuffer" else cls, "deep_ep", None, package)
+
+
+def _copying_ids(cls: type) -> type:
+    """DeepEP 2.5's class with ``do_handle_copy`` as 2.1 has it: 2.5 refuses it, and its handle names the given ids."""
+
+    class EPBuffer(cls):
+        def dispatch(self, x, *, topk_idx, do_handle_copy=True, **options):
+            return super().dispatch(x, topk_idx=topk_idx.clone() if do_handle_copy else topk_idx, **options)
+
+    EPBuffer.__module__, EPBuffer.__qualname__ = cls.__module__, cls.__qualname__
+    return EPBuffer
 
 
 @cache
@@ -75,8 +101,11 @@ def require(found: BufferClass) -> type:
     reason = f"{type(found.error).__name__}: {found.error}"
     if found.transport == "reference":
         fix = "pip install sglang-deepep-v2, or unset SGLANG_DEEPEP_V2_USE_REFERENCE_TRANSPORT"
-    elif isinstance(found.error, AssertionError) and "nccl" in str(found.error).lower():
-        fix = "pip install --force-reinstall --no-deps nvidia-nccl-cu13==2.30.7, the NCCL that DeepEP was built with"
+    elif not isinstance(found.error, ModuleNotFoundError) and "nccl" in str(found.error).lower():
+        version = _NCCL[found.package]
+        fix = (
+            f"pip install --force-reinstall --no-deps nvidia-nccl-cu13=={version}, the NCCL that {found.package} needs"
+        )
     else:
         fix = "pip install sgl-deep-ep==0.1.2.post1"
     raise ImportError(
