@@ -120,6 +120,7 @@ def test_model_runner_calls_the_patch(buffer):
     assert buffer.builds == 1
 
 
+@pytest.mark.slow
 def test_start_up_builds_it_before_the_first_forward(tmp_path):
     """Real ranks, started as a scheduler starts them: the buffer stands on both; the prefill role of PD included."""
     model = str(write_config(tmp_path))

@@ -236,7 +236,7 @@ FORWARDS = {
     # name: (arguments, {batch, as request lengths per attention-DP group: rows dispatched by each rank})
     "tp": ({"tp_size": 2}, {((8,),): [4, 4], ((9,),): [5, 5], ((3, 4),): [4, 4]}),
     "dp attention": ({"tp_size": 2, "attn_dp_size": 2}, {((8,), ()): [8, 0], ((9,), (20,)): [9, 20]}),
-    "cp without prefill cp": ({"tp_size": 4, "attn_cp_size": 2}, {((8,),): [4] * 4, ((9,),): [5] * 4}),
+    "cp without prefill cp": ({"tp_size": 2, "attn_cp_size": 2}, {((8,),): [8, 8], ((9,),): [9, 9]}),
     "interleave": (
         {"tp_size": 4, "cp_strategy": "interleave"} | PREFILL_CP,
         {((12, 3),): [4] * 4, ((17,),): [5] * 4},
@@ -271,6 +271,7 @@ def forwards(tmp_path_factory) -> dict[str, list]:
     return {name: list(zip(*(rank["reached"] for rank in ranks))) for name, ranks in zip(FORWARDS, reports)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FORWARDS if name != "no gather"])
 def test_forwards_stay_within_the_budget(forwards, model, name):
     arguments, batches = FORWARDS[name]
@@ -286,6 +287,7 @@ def test_forwards_stay_within_the_budget(forwards, model, name):
     assert any(worst)
 
 
+@pytest.mark.slow
 def test_forwards_without_the_gather_show_why_it_is_refused(forwards, model):
     """An odd batch stays whole on every rank, over the budget, and prefill takes the decode path."""
     arguments, batches = FORWARDS["no gather"]

@@ -207,6 +207,7 @@ def test_deepep_v2_belongs_to_the_a2a_branch(monkeypatch):
         assert utils.is_deepep_class_backend() is in_class
 
 
+@pytest.mark.slow
 def test_mimo_v2_forwards_reach_dispatch(tmp_path):
     """Both architectures take the a2a branch; the other one adds an all-reduce and never dispatches."""
     cases = [
