@@ -127,8 +127,8 @@ def start_probe(port: int, **env: str) -> subprocess.Popen:
     overrides = {}
     for module in overlay.modules().values():
         parsed = ast.parse(module.file.read_text())
-        lists = [n.value for n in parsed.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__overrides__"]
-        overrides[module.name] = ast.literal_eval(lists[0]) if module.kind == "extends" else ()
+        assigned = {ast.unparse(n.targets[0]): n.value for n in parsed.body if isinstance(n, ast.Assign)}
+        overrides[module.name] = ast.literal_eval(assigned["__overrides__"]) if module.kind == "extends" else ()
     return subprocess.Popen(
         [sys.executable, "-c", PROBE, str(port), json.dumps(overrides)],
         stdout=subprocess.PIPE,

@@ -54,7 +54,7 @@ def find_buffer_class() -> BufferClass:
     # A package that is there and refuses says more than one that is missing.
     return next(
         (found for found in tried if found.cls is not None),
-        next((found for found in tried if not isinstance(found.error, ModuleNotFoundError)), tried[0]),
+        next((found for found in tried if getattr(found.error, "name", None) != found.package), tried[0]),
     )
 
 
