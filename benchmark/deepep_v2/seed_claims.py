@@ -62,8 +62,8 @@ def _against(seed_us: float, here: float | None) -> str:
     return f"{verdict} ({ratio:.2f}x)"
 
 
-def _ratio(data: Data, slow: str, ours: str, ep: int = 1) -> str:
-    """Ratios of the layer's medians over tokens at the target shape."""
+def layer_ratios(data: Data, slow: str, ours: str, ep: int = 1) -> str:
+    """Ratios of the layer's medians at the target shape, "1.20 at 512, ..." tokens; empty without records."""
     found = []
     for shape, by_tokens in records.groups(data.layer):
         if shape["ep"] != ep or any(shape[f] != v for f, v in records.TARGET.items()):
@@ -72,7 +72,12 @@ def _ratio(data: Data, slow: str, ours: str, ep: int = 1) -> str:
             if slow in by_path and ours in by_path:
                 ratio = by_path[slow]["us_median"] / by_path[ours]["us_median"]
                 found.append(f"{ratio:.2f} at {tokens}")
-    return ", ".join(found) + " tokens" if found else NONE_YET
+    return ", ".join(found)
+
+
+def _ratio(data: Data, slow: str, ours: str) -> str:
+    found = layer_ratios(data, slow, ours)
+    return f"{found} tokens" if found else NONE_YET
 
 
 def _server(data: Data, ours: str, base: str) -> str:

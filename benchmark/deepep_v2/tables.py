@@ -1,8 +1,8 @@
-"""The tables of docs/deepep_v2.md, from the benchmarks' records: prints them, or writes them between their markers.
+"""The tables of the documentation, from the benchmarks' records: prints them, or writes them between their markers.
 
     python3 benchmark/deepep_v2/tables.py            # print every table
-    python3 benchmark/deepep_v2/tables.py --write    # and put each between its markers in docs/deepep_v2.md
-    python3 benchmark/deepep_v2/tables.py --check    # exit 1 when the page's tables are not those of the records
+    python3 benchmark/deepep_v2/tables.py --write    # put each between its markers in README.md and docs/deepep_v2.md
+    python3 benchmark/deepep_v2/tables.py --check    # exit 1 when the pages' tables are not those of the records
 
 A marked block is ``<!-- table:NAME -->`` ... ``<!-- /table:NAME -->``, each on a line of its own. Numbers of one row or
 ratio always come from one run: the newest of that size that measured plain SGLang too. Plain Python: neither torch nor
@@ -26,7 +26,8 @@ import seed_claims
 import shapes
 
 HERE = Path(__file__).resolve().parent
-PAGE = HERE.parents[1] / "docs" / "deepep_v2.md"
+ROOT = HERE.parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "deepep_v2.md")
 MARKED = re.compile(r"(<!-- table:(\w+) -->\n)(.*?)(<!-- /table:\2 -->)", re.S)
 
 # What the patch does now, per measurement of bench_variants.py; the other variants are held against it.
@@ -85,6 +86,18 @@ def last_runs(rows: list[dict], size: tuple[str, ...], key: tuple[str, ...]) -> 
     """Of each size, the last run."""
     found = runs(rows, lambda row: tuple(row.get(f) for f in size), lambda row: tuple(row[f] for f in key))
     return [row for of_size in found for row in of_size[-1]]
+
+
+def headline(data: seed_claims.Data) -> str:
+    """One sentence for the README: how many times as fast a layer is as SGLang's own expanded prefill."""
+    found = [seed_claims.layer_ratios(data, "sglang_expanded", ours) for ours in ("psum", "psum_sync_free")]
+    if not found[0]:
+        return missing("sglang-deepep-v2 bench")
+    free = f"; without a host sync {found[1]}" if found[1] else ""
+    return (
+        f"Time of one MoE layer on one {data.layer[0]['gpu']}, SGLang 0.5.23's expanded prefill over this patch's, same "
+        f"run: {found[0]} tokens per rank{free} (`sglang-deepep-v2 bench`)."
+    )
 
 
 def environment(data: seed_claims.Data) -> str:
@@ -233,7 +246,7 @@ def wilson(correct: int, total: int, z: float = statistics.NormalDist().inv_cdf(
 
 def kept_tile() -> str:
     """The activation kernel's tile as bench_variants.py names it, from the kernel's own constants."""
-    source = (HERE.parents[1] / "python/sglang/srt/layers/moe/ep_moe/kernels.py").read_text()
+    source = (ROOT / "python/sglang/srt/layers/moe/ep_moe/kernels.py").read_text()
     names = ("BLOCK_M", "GROUPS", "WARPS", "MAX_PROGRAMS")
     values = [re.search(rf"^SWIGLU_{name} = (\d+)$", source, re.M)[1] for name in names]
     return "BM {} G {} W {} P {}".format(*values)
@@ -283,6 +296,7 @@ def _variant_cell(cells: dict[tuple, dict], variant: str, tokens: int, kept: str
 
 _FIGURES = {"error": "error", "difference": "difference", "share_of_copy": "share of copy"}
 TABLES: dict[str, Callable[[seed_claims.Data], str]] = {
+    "headline": headline,
     "environment": environment,
     "layer": layer,
     "other_shapes": other_shapes,
@@ -318,36 +332,35 @@ def load(results: Path) -> seed_claims.Data:
 
 
 def fill(page: str, data: seed_claims.Data) -> str:
-    """``page`` with every marked block replaced. Raises ValueError for an unknown, missing or unclosed block."""
+    """``page`` with every marked block replaced. Raises ValueError for an unknown or unclosed block."""
     opened = re.findall(r"^<!-- table:(\w+) -->$", page, re.M)
-    blocks = [match[2] for match in MARKED.finditer(page)]
-    if sorted(opened) != sorted(TABLES) or sorted(blocks) != sorted(TABLES):
-        raise ValueError(
-            f"the page opens {sorted(opened)}, closes {sorted(blocks)}; there are tables for {sorted(TABLES)}"
-        )
+    closed = [match[2] for match in MARKED.finditer(page)]
+    ends = page.count("<!-- /table:")
+    if opened != closed or len(closed) != ends or not set(closed) <= set(TABLES):
+        raise ValueError(f"blocks {opened} are opened, {closed} whole, {ends} closed; tables: {sorted(TABLES)}")
     return MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]](data)}\n{match[4]}", page)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--results", type=Path, default=HERE / "results")
-    parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument("--write", action="store_true", help="write the tables into the page")
-    parser.add_argument("--check", action="store_true", help="exit 1 when the page differs from the records")
+    parser.add_argument("--pages", type=Path, nargs="+", default=list(PAGES))
+    parser.add_argument("--write", action="store_true", help="write the tables into the pages")
+    parser.add_argument("--check", action="store_true", help="exit 1 when a page differs from the records")
     args = parser.parse_args(arguments)
     data = load(args.results)
     if not (args.write or args.check):
         for name, table in TABLES.items():
             print(f"== {name}\n{table(data)}\n")
         return 0
-    before = args.page.read_text()
-    after = fill(before, data)
-    if args.check:
-        print("the page holds the records' tables" if after == before else f"{args.page} is stale: run with --write")
-        return int(after != before)
-    args.page.write_text(after)
-    print(f"{args.page}: {len(TABLES)} tables written")
-    return 0
+    stale = [page for page in args.pages if fill(page.read_text(), data) != page.read_text()]
+    for page in stale:
+        if args.write:
+            page.write_text(fill(page.read_text(), data))
+        print(f"{page}: {'written' if args.write else 'stale, run with --write'}")
+    if not stale:
+        print("the pages hold the records' tables")
+    return int(bool(stale) and args.check)
 
 
 if __name__ == "__main__":
