@@ -95,8 +95,8 @@ def headline(data: seed_claims.Data) -> str:
         return missing("sglang-deepep-v2 bench")
     free = f"; without a host sync {found[1]}" if found[1] else ""
     return (
-        f"Time of one MoE layer on one {data.layer[0]['gpu']}, SGLang 0.5.23's expanded prefill over this patch's, same "
-        f"run: {found[0]} tokens per rank{free} (`sglang-deepep-v2 bench`)."
+        f"Time of one MoE layer on one {data.layer[0]['gpu']}, SGLang 0.5.23's expanded prefill over this patch's, "
+        f"same run: {found[0]} tokens per rank{free} (`sglang-deepep-v2 bench`)."
     )
 
 
