@@ -383,7 +383,7 @@ def main(names: list[str]) -> int:
     from rich.progress import Progress
     from rich.table import Table
 
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=180)
     chosen = [m for m in MUTANTS if not names or any(name in m.name for name in names)]
     node_ids = sorted({test for mutant in chosen for test in mutant.tests})
     selections = [tuple(group) for _, group in groupby(node_ids, key=lambda node_id: node_id.partition("::")[0])]
