@@ -23,9 +23,10 @@ from sglang_deepep_v2.ab.session import REFERENCE, Job, run_all
 from sglang_deepep_v2.ab.throughput import ThroughputPlan, measure_throughput
 
 DEMO_DIR = Path(".demo")
-# Twice the largest difference seen between correct paths of these checkpoints (0.07, and 0.12 from fp32 transformers).
-_DEMO_BOUND = 0.15
-_REFERENCE_BOUND = 0.25
+# Twice the largest difference between correct paths of these checkpoints (0.05, and 0.10 from fp32 transformers); a
+# dropped router weight makes 0.9 and more.
+_DEMO_BOUND = 0.1
+_REFERENCE_BOUND = 0.2
 _MODEL_BOUND = 0.5
 # A model's router has near-ties; two roundings then choose another expert for a few tokens.
 _MODEL_OUTLIERS = 0.02

@@ -149,6 +149,8 @@ def launch_environment(path: ServePath, settings: ServeSettings) -> dict[str, st
             "CUDA_VISIBLE_DEVICES": "",
             "TRITON_INTERPRET": "1",
             "SGLANG_USE_CPU_ENGINE": "0",
+            # A crashed server would wait a minute for dumps of a GPU.
+            "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(_cores_of_ranks(settings.tp)),
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
