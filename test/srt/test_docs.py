@@ -310,3 +310,20 @@ def test_kept_variants_are_measured_ones():
 
 def test_results_lie_where_the_benchmark_writes_them():
     assert bench_layer.HERE / "results" == tables.HERE / "results"
+
+
+def test_variants_are_held_against_the_kept_one(tmp_path):
+    base = tables.records.TARGET | {"name": "multiple_reduction", "tokens": 512, "ep": 1, "what": "dispatch + combine"}
+    timed = [("True", 50.0, EARLY), ("False", 60.0, EARLY), ("True", 40.0, LATE), ("False", 50.0, LATE)]
+    rows = [base | {"variant": f"allow_multiple_reduction={v}", "us": us, "date": d} for v, us, d in timed]
+    rows[-1] |= {"error": 0.0012}
+    tile = base | {"name": "swiglu_tiles", "what": "4096 rows", "date": LATE}
+    tiles = [(tables.kept_tile(), 15.0), ("BM 2 G 1 W 2 P 16384", 12.0), ("BM 4 G 1 W 2 P 16384", 30.0)]
+    rows += [tile | {"variant": name, "us": us} for name, us in tiles]
+    rows.append(tile | {"variant": "BM 32 G 8 W 2 P 16384", "us": None, "failed": "too large"})
+    write(tmp_path / "variants.jsonl", rows)
+    text = tables.variants(tables.load(tmp_path))
+    assert "| allow_multiple_reduction=True (kept) | 40.0 us |" in text
+    assert "| allow_multiple_reduction=False | 50.0 us (1.25x, error 0.0012) |" in text
+    assert f"| {tables.kept_tile()} (kept) | 15.0 us |" in text and "12.0 us (0.80x)" in text and "30.0 us" in text
+    assert "BM 32" not in text
