@@ -9,11 +9,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from sglang.srt.arg_groups import moe_hook
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.configs import moe_model_registry
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
 from resolved_args import resolve, unresolved, write_config
@@ -229,6 +232,29 @@ def test_reference_transport_with_decode_graphs_is_refused(model, monkeypatch):
         moe_hook.validate_deepep_v2_dispatch_token_budget(captured)
     monkeypatch.setenv("SGLANG_DEEPEP_V2_USE_REFERENCE_TRANSPORT", "0")
     moe_hook.validate_deepep_v2_dispatch_token_budget(captured)
+
+
+@pytest.mark.parametrize(("others", "admitted"), [([], True), ([object()], False)], ids=["first", "second"])
+def test_scheduler_admits_one_long_request_without_chunks(others, admitted):
+    """Why the longest request counts when chunking is off: --max-prefill-tokens bounds only the requests after it."""
+    adder = MagicMock(spec=PrefillAdder)
+    adder.configure_mock(
+        rem_chunk_tokens=None, rem_input_tokens=16, can_run_list=others, dllm_config=None, exact_chunk_fill=False
+    )
+    adder.ceil_paged_tokens.side_effect = lambda tokens: tokens
+    adder._replay_len.return_value = 0
+    adder._check_prefill_budget.return_value = (True, None)
+    adder._check_prefill_tile_budget.return_value = None
+    request = SimpleNamespace(
+        prefix_len=0, full_untruncated_fill_ids=range(100), sampling_params=SimpleNamespace(max_new_tokens=1)
+    )
+    admission = PrefillAdder._select_prefill_admission(
+        adder, request, total_tokens=100, host_hit_length=0, swa_host_hit_length=0, truncation_align_size=None
+    )
+    if admitted:
+        assert admission.extend_len == 100
+    else:
+        assert admission is AddReqResult.OTHER
 
 
 PREFILL_CP = {"attn_cp_size": 2, "enable_prefill_cp": True}
