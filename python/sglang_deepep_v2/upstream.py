@@ -192,7 +192,7 @@ def upstream(
     New and replaced files are copied. In an extended file, SGLang's definitions that the patch takes over are renamed
     _base_NAME, and the patch's own follow them. A TREE that is no git repository is changed without commits.
 
-    Example: sglang-deepep-v2 upstream --into /tmp/sglang && git -C /tmp/sglang log --stat base..
+    Example: sglang-deepep-v2 upstream --into /tmp/sglang && git -C /tmp/sglang log -p base..
     """
     console = Console()
     try:
