@@ -254,6 +254,8 @@ def _add_imports(base: _Source, needed: list[_Import]) -> None:
     runtime = [imported.line + "\n" for imported in needed if not imported.type_checking]
     checking = [f"    {imported.line}\n" for imported in needed if imported.type_checking]
     is_import = [isinstance(node, ast.Import | ast.ImportFrom) for node in base.tree.body]
+    if not any(is_import):
+        raise MergeError(f"SGLang's file imports nothing: no place for `{needed[0].line}`")
     first = is_import.index(True)
     last = next((i for i in range(first, len(is_import)) if not is_import[i]), len(is_import)) - 1
     block = next((node for node in base.tree.body if _is_type_checking(node)), None)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from sglang_deepep_v2 import overlay
+from sglang_deepep_v2 import overlay, upstream
 from sglang_deepep_v2.cli import app
 from sglang_deepep_v2.source_merge import MergeError, merge, without_kind
 from sglang_deepep_v2.upstream import CONCERNS
@@ -226,6 +226,17 @@ def test_a_moved_sglang_is_marked_or_refused(checkout):
     assert done.exit_code == 0 and done.output.count("another version") == 1
 
 
+def test_without_ruff_the_files_are_merged_all_the_same(checkout, monkeypatch):
+    monkeypatch.setattr(upstream, "_ruff", lambda: None)
+    done = lay("--into", checkout)
+    assert done.exit_code == 0 and "imports are not sorted" in done.output.replace("\n", " ")
+    for module in overlay.modules().values():
+        merged = tree_file(checkout, module)
+        compile(merged.read_text(), merged, "exec")
+        if module.kind == "new":
+            assert merged.read_text() == without_kind(module.file.read_text())
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "notes.txt").touch()
     assert "neither empty nor an SGLang checkout" in lay("--into", tmp_path).output.replace("\n", " ")
@@ -355,6 +366,7 @@ def taken(x: Type):
         ("def helper(x):", "class Taken:\n    y = 1\n\n\ndef helper(x):", "SGLang defines Taken 2 times"),
         ("def helper(x):", "def os_(x):", None),
         ("import os", "import posix as os", "uses os for something else"),
+        ("import os\nfrom registry import register_thing\n", "", "imports nothing"),
     ],
 )
 def test_merge_refuses_a_base_that_moved(base, ours, reason):
