@@ -1,7 +1,8 @@
 """Real SGLang MoE layers over several ranks, for tests: start ranks, build a FusedMoE, route tokens, compute the truth.
 
 ``run_ranks`` starts one process per rank and calls a module-level function in each with SGLang initialised for expert
-parallelism: over the CPU platform and gloo, or on one GPU per rank and NCCL where there are GPUs. Weights and inputs come from seeds, so any rank can compute what every rank must get.
+parallelism: over the CPU platform and gloo, or on one GPU per rank and NCCL where there are GPUs. Weights and inputs
+come from seeds, so any rank can compute what every rank must get.
 """
 
 import os

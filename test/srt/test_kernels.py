@@ -1,9 +1,11 @@
-"""The expanded-layout kernels: Triton (interpreted without a GPU) against their PyTorch twins and the layout contract."""
+"""The expanded-layout kernels: Triton (interpreted without a GPU) against their PyTorch twins and the contract."""
 
 import pytest
 import torch
 from sglang.srt.layers.moe.ep_moe import kernels
 from sglang.srt.layers.moe.ep_moe import kernels_reference as reference
+from sglang.srt.layers.moe.ep_moe.launch import runs_triton
+from sglang.srt.layers.moe.ep_moe.token_quant import quant_tokens
 
 from kernel_cases import (
     ALIGNMENT,
@@ -32,7 +34,7 @@ def random_weights(rows, seed=1):
 
 def test_triton_runs_here():
     psum, rows = make_psum((1,))
-    assert kernels._runs_triton(psum), "this run would compare the twins with themselves"
+    assert runs_triton(psum), "this run would compare the twins with themselves"
 
 
 class TestFillMIndices:
@@ -230,14 +232,14 @@ class TestQuantTokens:
         x = random_rows(tokens, hidden)
         x[0, :128] = 0
         ids = torch.randint(-1, 9, (tokens, 6), device=DEVICE, dtype=ids_dtype)
-        q, scale, wide = kernels.quant_tokens(x, ids)
+        q, scale, wide = quant_tokens(x, ids)
         twin = reference.quant_tokens(x, ids)
         assert torch.equal(q.view(torch.uint8), twin[0].view(torch.uint8))
         assert torch.equal(scale, twin[1]) and scale.stride() == twin[1].stride() == (1, -(-tokens // 4) * 4)
         assert wide.dtype == torch.int64 and torch.equal(wide, ids.long())
 
     def test_no_tokens(self):
-        q, scale, ids = kernels.quant_tokens(random_rows(0, 256), torch.empty(0, 2, dtype=torch.int32, device=DEVICE))
+        q, scale, ids = quant_tokens(random_rows(0, 256), torch.empty(0, 2, dtype=torch.int32, device=DEVICE))
         assert q.shape == (0, 256) and scale.shape == (0, 2) and ids.shape == (0, 2)
 
     def test_refusals(self):
@@ -249,7 +251,7 @@ class TestQuantTokens:
             (x, ids.t(), "topk_ids"),
         ):
             with pytest.raises(AssertionError, match=reason):
-                kernels.quant_tokens(bad_x, bad_ids)
+                quant_tokens(bad_x, bad_ids)
 
 
 class TestSwigluBf16:
@@ -346,7 +348,7 @@ class TestOnGpu:
         from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
 
         x = random_rows(1000, 6144)
-        q, scale, _ = kernels.quant_tokens(x, torch.zeros(1000, 8, dtype=torch.int32, device="cuda"))
+        q, scale, _ = quant_tokens(x, torch.zeros(1000, 8, dtype=torch.int32, device="cuda"))
         theirs = sglang_per_token_group_quant_fp8(x, 128, column_major_scales=True, scale_tma_aligned=True)
         assert torch.equal(scale, theirs[1])
         # Both divide approximately, so an exact tie between two FP8 numbers may fall either way.

@@ -6,13 +6,13 @@ to ``align(psum[e])`` are padding with undefined content. ``kernels_reference`` 
 here, with the same signature; CPU tensors run the twin unless ``TRITON_INTERPRET=1`` was set before the import.
 """
 
-import os
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from sglang.srt.layers.moe.ep_moe import kernels_reference as reference
+from sglang.srt.layers.moe.ep_moe.launch import INTERPRETED, ResolvedLaunch, runs_triton
 
 FP8_MAX = 448.0
 QUANT_GROUP = 128
@@ -28,44 +28,6 @@ SWIGLU_UE8M0_GROUPS = 4
 SWIGLU_UE8M0_WARPS = 4
 # More programs than this loop over tiles, so that a capacity-sized launch does not pay for its empty tail.
 SWIGLU_MAX_PROGRAMS = 16384
-
-# The same of the token quantiser.
-QUANT_BLOCK_M = 4
-QUANT_GROUPS = 8
-QUANT_WARPS = 4
-
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _runs_triton(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda or _INTERPRETED
-
-
-class _ResolvedLaunch:
-    """Launches one Triton kernel without re-deriving its specialisation from the arguments.
-
-    An ordinary launch inspects every argument on the host, which costs more than the small kernels here run for. The
-    compiled kernel is kept per device and constants instead. That is valid because integers are declared
-    ``do_not_specialize``, ``constants`` names every dtype that may vary, and pointers are 16-byte aligned; others take
-    the ordinary launch.
-    """
-
-    def __init__(self, kernel):
-        self._kernel = kernel
-        self._compiled = {}
-
-    def __call__(self, grid, tensors, scalars, constants, num_warps):
-        args = (*tensors, *scalars, *constants)
-        if _INTERPRETED or any(t is not None and t.data_ptr() & 15 for t in tensors):
-            self._kernel[grid](*args, num_warps=num_warps)
-            return
-        device = tensors[0].get_device()
-        key = (device, constants, num_warps)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            self._compiled[key] = self._kernel[grid](*args, num_warps=num_warps)
-            return
-        compiled[grid](*args, stream=torch._C._cuda_getCurrentRawStream(device))
 
 
 @triton.jit
@@ -119,7 +81,7 @@ def fill_m_indices_from_psum(
         f"total_rows {total_rows} is not a multiple of expert_alignment {expert_alignment}"
     )
     psum = psum_num_recv_tokens_per_expert
-    if not _runs_triton(psum):
+    if not runs_triton(psum):
         return reference.fill_m_indices_from_psum(psum, num_local_experts, total_rows, expert_alignment)
     labels = torch.empty(total_rows, device=psum.device, dtype=torch.int32)
     if total_rows:
@@ -180,7 +142,7 @@ def scale_expanded_rows_(x: torch.Tensor, row_weights: torch.Tensor) -> torch.Te
     assert row_weights.numel() == rows, f"row_weights has {row_weights.numel()} entries for {rows} rows of x"
     if rows == 0 or cols == 0:
         return x
-    if not _runs_triton(x):
+    if not runs_triton(x):
         return reference.scale_expanded_rows_(x, row_weights)
     # The tile follows the contiguous dimension, so that neighbouring lanes touch neighbouring elements.
     block_m, block_n = (256, 4) if x.stride(0) == 1 else (8, min(512, triton.next_power_of_2(cols)))
@@ -363,7 +325,7 @@ def _swiglu_kernel(
         )
 
 
-_launch_swiglu = _ResolvedLaunch(_swiglu_kernel)
+_launch_swiglu = ResolvedLaunch(_swiglu_kernel)
 
 
 def _check_swiglu(gateup, row_weights, psum):
@@ -384,9 +346,9 @@ def _run_swiglu(gateup, out, scale, row_weights, psum, alignment, limit, keep_fp
     rows, intermediate = out.shape
     num_experts = psum.shape[0]
     # The interpreter pays per program, not per element.
-    block_m = triton.next_power_of_2(min(alignment, 128)) if _INTERPRETED else SWIGLU_BLOCK_M
+    block_m = triton.next_power_of_2(min(alignment, 128)) if INTERPRETED else SWIGLU_BLOCK_M
     groups, warps = (SWIGLU_UE8M0_GROUPS, SWIGLU_UE8M0_WARPS) if ue8m0 else (SWIGLU_GROUPS, SWIGLU_WARPS)
-    if _INTERPRETED:
+    if INTERPRETED:
         groups = SWIGLU_UE8M0_GROUPS
     tiles = -(-rows // block_m)
     programs = min(tiles, SWIGLU_MAX_PROGRAMS)
@@ -446,7 +408,7 @@ def swiglu_quant_expanded(
     """
     psum = psum_num_recv_tokens_per_expert
     rows, intermediate = _check_swiglu(gateup, row_weights, psum)
-    if not _runs_triton(gateup):
+    if not runs_triton(gateup):
         return reference.swiglu_quant_expanded(
             gateup,
             row_weights,
@@ -495,7 +457,7 @@ def swiglu_expanded(
     """
     psum = psum_num_recv_tokens_per_expert
     rows, intermediate = _check_swiglu(gateup, row_weights, psum)
-    if not _runs_triton(gateup):
+    if not runs_triton(gateup):
         return reference.swiglu_expanded(gateup, row_weights, psum, expert_alignment, swiglu_limit=swiglu_limit)
     out = torch.empty((rows, intermediate), device=gateup.device, dtype=torch.bfloat16)
     if rows:
@@ -507,85 +469,3 @@ def swiglu_expanded(
 def _bf16_limit(limit: float | None) -> float:
     """The bound as the bf16 number that clamps bf16 operands; 0 where there is none."""
     return 0.0 if limit is None else float(torch.tensor(limit, dtype=torch.bfloat16))
-
-
-@triton.jit(do_not_specialize=["num_tokens", "stride_scale_group"])
-def _quant_tokens_kernel(
-    x_ptr,
-    ids_ptr,
-    q_ptr,
-    scale_ptr,
-    ids_out_ptr,
-    num_tokens,
-    stride_scale_group,
-    HIDDEN: tl.constexpr,
-    TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    GROUPS: tl.constexpr,
-    WIDEN_IDS: tl.constexpr,
-    FP8_LIMIT: tl.constexpr,
-    FLOOR: tl.constexpr,
-):
-    BLOCK_N: tl.constexpr = GROUPS * 128
-    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    row_mask = row < num_tokens
-    mask = row_mask[:, None] & (col < HIDDEN)[None, :]
-    at = row[:, None] * HIDDEN + col[None, :]
-    x = tl.reshape(tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32), (BLOCK_M, GROUPS, 128))
-    amax = tl.maximum(tl.max(tl.abs(x), 2), FLOOR)
-    scale_at = row[:, None] + group[None, :].to(tl.int64) * stride_scale_group
-    scale_mask = row_mask[:, None] & (group < HIDDEN // 128)[None, :]
-    tl.store(scale_ptr + scale_at, amax * (1.0 / FP8_LIMIT), mask=scale_mask)
-    x = tl.minimum(tl.maximum(x * (FP8_LIMIT / amax)[:, :, None], -FP8_LIMIT), FP8_LIMIT)
-    tl.store(q_ptr + at, tl.reshape(x, (BLOCK_M, BLOCK_N)).to(q_ptr.dtype.element_ty), mask=mask)
-    if WIDEN_IDS:
-        if tl.program_id(1) == 0:
-            slot = tl.arange(0, TOPK_PAD)
-            id_at = row[:, None] * TOPK + slot[None, :]
-            id_mask = row_mask[:, None] & (slot < TOPK)[None, :]
-            ids = tl.load(ids_ptr + id_at, mask=id_mask, other=0)
-            tl.store(ids_out_ptr + id_at, ids.to(tl.int64), mask=id_mask)
-
-
-_launch_quant_tokens = _ResolvedLaunch(_quant_tokens_kernel)
-
-
-@torch.no_grad()
-def quant_tokens(x: torch.Tensor, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What an expanded dispatch sends, in one pass: FP8 tokens, column-major scales, expert ids as DeepEP takes them.
-
-    Args:
-        x: ``[tokens, hidden]`` bf16, contiguous.
-        topk_ids: ``[tokens, topk]`` int32 or int64, contiguous.
-
-    Returns:
-        ``(q, scale, ids)``: q ``[tokens, hidden]`` float8_e4m3fn; scale ``[tokens, hidden / 128]`` fp32 with strides
-        ``(1, align(tokens, 4))``, equal to SGLang's own quantiser; ids int64, ``topk_ids`` itself where it is already.
-
-    Raises:
-        AssertionError: a shape, dtype or layout that the kernel does not take.
-    """
-    assert x.dtype == torch.bfloat16 and x.is_contiguous(), f"x must be contiguous bf16, got {x.dtype} {x.stride()}"
-    assert topk_ids.is_contiguous(), f"topk_ids must be contiguous, got strides {topk_ids.stride()}"
-    tokens, hidden = x.shape
-    assert hidden % QUANT_GROUP == 0, f"hidden size {hidden} is not a multiple of {QUANT_GROUP}"
-    if not _runs_triton(x):
-        return reference.quant_tokens(x, topk_ids)
-    q = torch.empty((tokens, hidden), device=x.device, dtype=torch.float8_e4m3fn)
-    stride = -(-tokens // 4) * 4
-    scale = torch.empty_strided((tokens, hidden // QUANT_GROUP), (1, stride), device=x.device, dtype=torch.float32)
-    widen = topk_ids.dtype != torch.int64
-    ids = torch.empty_like(topk_ids, dtype=torch.int64) if widen else topk_ids
-    if tokens:
-        topk = topk_ids.shape[1]
-        _launch_quant_tokens(
-            (-(-tokens // QUANT_BLOCK_M), -(-hidden // (QUANT_GROUPS * QUANT_GROUP)), 1),
-            (x, topk_ids, q, scale, ids),
-            (tokens, stride),
-            (hidden, topk, triton.next_power_of_2(topk), QUANT_BLOCK_M, QUANT_GROUPS, widen, FP8_MAX, AMAX_FLOOR),
-            QUANT_WARPS,
-        )
-    return q, scale, ids

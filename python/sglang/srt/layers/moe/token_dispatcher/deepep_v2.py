@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import get_is_extend_in_batch
-from sglang.srt.layers.moe.ep_moe import kernels
+from sglang.srt.layers.moe.ep_moe.token_quant import quant_tokens
 from sglang.srt.layers.moe.token_dispatcher import sync_free
 from sglang.srt.layers.moe.token_dispatcher.base import (
     BaseDispatcher,
@@ -299,7 +299,7 @@ class _DeepEPv2Impl:
         owns_ids = topk_ids.dtype != torch.int64
         if psum_pipeline and self.use_fp8_dispatch and not self.scale_format.ue8m0:
             # One launch for what the other layouts need two for.
-            q, scale, topk_ids = kernels.quant_tokens(hidden_states, topk_ids)
+            q, scale, topk_ids = quant_tokens(hidden_states, topk_ids)
             return (q, scale), topk_ids, owns_ids, True
         topk_ids = topk_ids.to(torch.int64)
         if not self.use_fp8_dispatch:
