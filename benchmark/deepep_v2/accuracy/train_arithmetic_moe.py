@@ -112,6 +112,8 @@ def accuracy(model: MoeLM, tests: list[problems.Problem], device: torch.device) 
 
 def train(args: argparse.Namespace) -> dict:
     torch.manual_seed(args.seed)
+    # cuDNN of torch 2.14.1 rejects the backward of causal attention at this head size.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     device = torch.device(args.device)
     started = time.monotonic()
     ids, prompts = training_data(args.seed, args.problems, args.max_value, args.processes)
