@@ -168,7 +168,7 @@ NO_NVCC = "ImportError('DeepEP compiles kernels at runtime and needs nvcc')"
         ({"deep_ep": WRONG_NCCL, "deep_ep_v25": NO_NVCC}, "Invalid NCCL", r"nvidia-nccl-cu13==2\.30\.7"),
     ],
 )
-def test_a_host_that_does_not_suit_deep_ep_is_told_why(monkeypatch, tmp_path, raises, reason, fix):
+def test_r8_a_host_that_does_not_suit_deep_ep_is_told_why(monkeypatch, tmp_path, raises, reason, fix):
     for package, raised in raises.items():
         refusing(monkeypatch, tmp_path, package, raised)
     found = elastic_buffer.find_buffer_class()

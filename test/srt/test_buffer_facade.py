@@ -66,13 +66,13 @@ def test_another_key_gets_another_buffer(change):
 
 
 @pytest.mark.parametrize(("mode", "hybrid"), [("direct", False), ("hybrid", True)])
-def test_hybrid_exactly_when_asked_for(process, mode, hybrid):
+def test_r10_hybrid_exactly_when_asked_for(process, mode, hybrid):
     process.mode = mode
     sizes = SIZES | {"allow_hybrid_mode": None}
     assert DeepEPv2Buffer.get_buffer("group", **sizes).arguments[-1] is hybrid
 
 
-def test_nccl_communicator_is_not_reused_unless_the_user_says_so(monkeypatch):
+def test_r9_nccl_communicator_is_not_reused_unless_the_user_says_so(monkeypatch):
     assert DeepEPv2Buffer.get_buffer("group", **SIZES).environment["EP_REUSE_NCCL_COMM"] == "0"
     DeepEPv2Buffer.destroy()
     monkeypatch.setenv("EP_REUSE_NCCL_COMM", "1")
@@ -83,7 +83,7 @@ def test_nccl_communicator_is_not_reused_unless_the_user_says_so(monkeypatch):
     ("nnodes", "rdma", "user", "expected"),
     [(1, False, None, "1"), (1, True, None, None), (2, False, None, None), (1, False, "0", "0")],
 )
-def test_gin_is_off_on_one_node_without_rdma(process, monkeypatch, nnodes, rdma, user, expected):
+def test_r9_gin_is_off_on_one_node_without_rdma(process, monkeypatch, nnodes, rdma, user, expected):
     process.nnodes, process.rdma = nnodes, rdma
     if user is not None:
         monkeypatch.setenv("EP_DISABLE_GIN", user)
@@ -97,14 +97,14 @@ def test_gin_is_off_on_one_node_without_rdma(process, monkeypatch, nnodes, rdma,
         (AssertionError("NCCL 2.29.3 is loaded"), "nvidia-nccl-cu13"),
     ],
 )
-def test_missing_deep_ep_is_told_at_first_use(monkeypatch, error, fix):
+def test_r8_missing_deep_ep_is_told_at_first_use(monkeypatch, error, fix):
     monkeypatch.setattr(elastic_buffer, "buffer_class", lambda: BufferClass(None, "deep_ep", error))
     with pytest.raises(ImportError, match=fix) as refused:
         DeepEPv2Buffer.get_buffer("group", **SIZES)
     assert str(error) in str(refused.value)
 
 
-def test_an_assertion_while_importing_deep_ep_is_kept(monkeypatch, tmp_path):
+def test_r8_an_assertion_while_importing_deep_ep_is_kept(monkeypatch, tmp_path):
     (tmp_path / "deep_ep.py").write_text("assert False, 'NCCL 2.29.3 is loaded'\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
@@ -136,7 +136,7 @@ def gemms(alignment, function=grouped_gemm):
         (None, "DeepGEMM is not available"),
     ],
 )
-def test_psum_pipeline_needs_equal_alignments(monkeypatch, module, reason):
+def test_r6_psum_pipeline_needs_equal_alignments(monkeypatch, module, reason):
     monkeypatch.setattr(psum, "deep_gemm", module)
     refusal = psum.unsupported_reason(128)
     assert refusal is None if reason is None else reason in refusal

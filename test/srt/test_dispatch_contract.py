@@ -152,7 +152,7 @@ def test_num_sms_is_passed_through(make, buffer, num_sms):
     assert buffer.dispatched[0]["num_sms"] == num_sms
 
 
-def test_collective_arguments_do_not_depend_on_the_batch(make, buffer):
+def test_r4_collective_arguments_do_not_depend_on_the_batch(make, buffer):
     dispatcher = make()
     for tokens in (1, 5, 0, CAPACITY):
         dispatcher.combine(answer(dispatcher.dispatch(*routed(tokens))))
@@ -161,7 +161,7 @@ def test_collective_arguments_do_not_depend_on_the_batch(make, buffer):
 
 
 @pytest.mark.parametrize("extend", [True, False], ids=["prefill", "decode"])
-def test_capacity_is_checked_first(make, buffer, extend):
+def test_r4_capacity_is_checked_first(make, buffer, extend):
     dispatcher = make(extend=extend)
     with pytest.raises(ValueError, match=f"{CAPACITY + 1} tokens .* {CAPACITY}") as refused:
         dispatcher.dispatch(*routed(CAPACITY + 1))
@@ -170,7 +170,7 @@ def test_capacity_is_checked_first(make, buffer, extend):
     dispatcher.dispatch(*routed(CAPACITY))
 
 
-def test_routes_are_cast_before_deepep_sees_them(make, buffer):
+def test_r5_routes_are_cast_before_deepep_sees_them(make, buffer):
     x, routes = routed(4)
     ids = torch.stack([routes.topk_ids] * 2, -1)[..., 0]
     weights = torch.stack([routes.topk_weights.bfloat16()] * 2, -1)[..., 0]
@@ -183,7 +183,7 @@ def test_routes_are_cast_before_deepep_sees_them(make, buffer):
     assert torch.equal(asked["topk_weights"], routes.topk_weights)
 
 
-def test_idle_rank_joins_with_one_weightless_token(make, buffer):
+def test_r2_idle_rank_joins_with_one_weightless_token(make, buffer):
     dispatcher = make()
     output = dispatcher.dispatch(*routed(0))
     (asked,) = buffer.dispatched
@@ -195,13 +195,13 @@ def test_idle_rank_joins_with_one_weightless_token(make, buffer):
     assert dispatcher.combine(answer(dispatcher.dispatch(*routed(3)))).shape == (3, HIDDEN)
 
 
-def test_idle_decode_needs_no_token(make, buffer):
+def test_r2_idle_decode_needs_no_token(make, buffer):
     dispatcher = make(extend=False)
     dispatcher.combine(answer(dispatcher.dispatch(*routed(0))))
     assert buffer.dispatched[0]["topk_idx"].shape[0] == 0
 
 
-def test_one_dispatch_at_a_time(make):
+def test_r1_one_dispatch_at_a_time(make):
     dispatcher = make()
     output = dispatcher.dispatch(*routed(2))
     with pytest.raises(RuntimeError, match="before combine"):
@@ -210,7 +210,7 @@ def test_one_dispatch_at_a_time(make):
     dispatcher.dispatch(*routed(2))
 
 
-def test_a_handle_serves_once(make, buffer):
+def test_r1_a_handle_serves_once(make, buffer):
     dispatcher = make()
     output = dispatcher.dispatch(*routed(2))
     dispatcher.combine(answer(output))
@@ -219,7 +219,7 @@ def test_a_handle_serves_once(make, buffer):
     assert dispatcher.facade.handles == 0
 
 
-def test_a_failed_combine_releases_the_handle_and_the_idle_flag(make, buffer):
+def test_r1_a_failed_combine_releases_the_handle_and_the_idle_flag(make, buffer):
     dispatcher = make()
     output = dispatcher.dispatch(*routed(0))
     buffer.fails = True
@@ -230,7 +230,7 @@ def test_a_failed_combine_releases_the_handle_and_the_idle_flag(make, buffer):
     assert dispatcher.combine(answer(dispatcher.dispatch(*routed(2)))).shape == (2, HIDDEN)
 
 
-def test_unreduced_rows_are_refused_and_release_the_handle(make, buffer):
+def test_r7_unreduced_rows_are_refused_and_release_the_handle(make, buffer):
     dispatcher = make()
     output = dispatcher.dispatch(*routed(2))
     with pytest.raises(ValueError, match="routewise finaliser"):
@@ -247,7 +247,7 @@ def test_unreduced_rows_are_refused_and_release_the_handle(make, buffer):
         ({"num_experts": 9, "num_local_experts": 4}, "9 experts do not divide"),
     ],
 )
-def test_sizes_that_deepep_cannot_take(make, sizes, message):
+def test_r5_sizes_that_deepep_cannot_take(make, sizes, message):
     with pytest.raises(ValueError, match=message):
         make(**sizes)
 

@@ -39,7 +39,7 @@ def test_triton_runs_here():
 
 class TestFillMIndices:
     @pytest.mark.parametrize("counts", COUNTS)
-    def test_k1_labels_equal_the_counts(self, counts):
+    def test_k1_k2_labels_equal_the_counts(self, counts):
         psum, rows = make_psum(counts)
         labels = kernels.fill_m_indices_from_psum(psum, len(counts), rows, ALIGNMENT)
         expected = [e for e, count in enumerate(counts) for _ in range(-(-count // ALIGNMENT) * ALIGNMENT)]

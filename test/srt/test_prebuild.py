@@ -71,7 +71,7 @@ def graph_runner(cls):
 
 
 @pytest.mark.parametrize("runner", [None, EagerRunner], ids=["no runner", "eager"])
-def test_builds_once_for_all_layers(buffer, runner):
+def test_r11_builds_once_for_all_layers(buffer, runner):
     model = model_of(RecordingDispatcher(buffer), RecordingDispatcher(buffer))
     decode_cuda_graph_runner = runner and graph_runner(runner)
     maybe_prebuild_deepep_v2_buffers(model=model, decode_cuda_graph_runner=decode_cuda_graph_runner)
@@ -80,26 +80,26 @@ def test_builds_once_for_all_layers(buffer, runner):
     assert buffer.builds == 1
 
 
-def test_captured_decode_graph_has_built_it(buffer):
+def test_r11_captured_decode_graph_has_built_it(buffer):
     model = model_of(RecordingDispatcher(buffer))
     maybe_prebuild_deepep_v2_buffers(model=model, decode_cuda_graph_runner=graph_runner(DecodeCudaGraphRunner))
     assert buffer.builds == 0
 
 
-def test_key_tells_of_a_capture_where_the_runner_is_unknown(buffer):
+def test_r11_key_tells_of_a_capture_where_the_runner_is_unknown(buffer):
     buffer.key = "fp8"
     maybe_prebuild_deepep_v2_buffers(model=model_of(RecordingDispatcher(buffer)))
     assert buffer.builds == 0
 
 
-def test_buffer_of_another_key_is_not_enough(buffer):
+def test_r11_buffer_of_another_key_is_not_enough(buffer):
     buffer.key = "bf16"
     maybe_prebuild_deepep_v2_buffers(model=model_of(RecordingDispatcher(buffer)))
     assert (buffer.key, buffer.builds) == ("fp8", 1)
 
 
 @pytest.mark.parametrize("other", [b for b in MoeA2ABackend if b is not MoeA2ABackend.DEEPEP_V2])
-def test_other_backends_are_untouched(buffer, backend, other):
+def test_r11_other_backends_are_untouched(buffer, backend, other):
     backend.value = other
     maybe_prebuild_deepep_v2_buffers(model=model_of(RecordingDispatcher(buffer)))
     assert buffer.builds == 0
@@ -121,7 +121,7 @@ def test_model_runner_calls_the_patch(buffer):
 
 
 @pytest.mark.slow
-def test_start_up_builds_it_before_the_first_forward(tmp_path):
+def test_r11_start_up_builds_it_before_the_first_forward(tmp_path):
     """Real ranks, started as a scheduler starts them: the buffer stands on both; the prefill role of PD included."""
     model = str(write_config(tmp_path))
     common = {"tp_size": 2, "chunked_prefill_size": 64}

@@ -114,7 +114,7 @@ def test_any_counts(kind, psum, counts, k, n, alignment, col_major):
 
 @pytest.mark.parametrize("psum", [True, False], ids=["psum", "labels"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_nan_padding_changes_no_bit_of_a_valid_row(kind, psum):
+def test_k6_nan_padding_changes_no_bit_of_a_valid_row(kind, psum):
     counts = (3, 65, 0, 64)
     hostile, clean = (_problem(kind, counts, nan_padding=nan) for nan in (True, False))
     got, want = (_contiguous(kind, problem, psum, torch.bfloat16) for problem in (hostile, clean))

@@ -121,7 +121,7 @@ def test_rows_are_weighted_once(case, psum_layout):
 
 
 @pytest.mark.parametrize("psum_layout", PIPELINES)
-def test_raw_rows_stay_unweighted(case, psum_layout):
+def test_r7_raw_rows_stay_unweighted(case, psum_layout):
     """A routewise finaliser applies the router weights itself, so it gets them beside raw rows."""
     combined = run(case, psum_layout, no_combine=True)
     assert relative_error(combined.hidden_states[case.valid], case.exact[case.valid]) < MAX_ERROR[case.fp8]

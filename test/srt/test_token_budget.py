@@ -106,7 +106,7 @@ def declared(server_args, **fields):
         ),
     ],
 )
-def test_required_tokens(model, arguments, expected):
+def test_r12_required_tokens(model, arguments, expected):
     assert required(model, **arguments) == expected
 
 
@@ -114,13 +114,13 @@ def test_required_tokens(model, arguments, expected):
     ("max_prefill_tokens", "expected"),
     [pytest.param(1000, 320, id="probe 1.25 x"), pytest.param(4000, 500, id="grows to --max-prefill-tokens")],
 )
-def test_dynamic_chunking(model, max_prefill_tokens, expected):
+def test_r12_dynamic_chunking(model, max_prefill_tokens, expected):
     arguments = {"chunked_prefill_size": 2047, "max_prefill_tokens": max_prefill_tokens, "tp_size": 8, "pp_size": 2}
     assert required(model, **arguments) == 256
     assert required(model, **arguments, enable_dynamic_chunking=True) == expected
 
 
-def test_decode_role_runs_no_prefill(model, monkeypatch):
+def test_r12_decode_role_runs_no_prefill(model, monkeypatch):
     arguments = {"chunked_prefill_size": 2048, "tp_size": 2}
     server_args = resolve(model, **arguments)
     assert moe_hook.required_deepep_v2_prefill_tokens_per_rank(server_args) == 1024
@@ -130,7 +130,7 @@ def test_decode_role_runs_no_prefill(model, monkeypatch):
     moe_hook.validate_deepep_v2_dispatch_token_budget(decode)
 
 
-def test_registered_policy_decides(model, monkeypatch):
+def test_r12_registered_policy_decides(model, monkeypatch):
     seen = []
 
     def policy(cfg, tokens):
@@ -147,7 +147,7 @@ def test_registered_policy_decides(model, monkeypatch):
 
 
 @pytest.mark.parametrize(("capacity", "fits"), [(256, False), (257, True)])
-def test_budget_is_checked_against_the_capacity(model, monkeypatch, capacity, fits):
+def test_r12_budget_is_checked_against_the_capacity(model, monkeypatch, capacity, fits):
     monkeypatch.setenv(CAPACITY, str(capacity))
     arguments = {"chunked_prefill_size": 2049, "tp_size": 8}
     if fits:
@@ -159,24 +159,24 @@ def test_budget_is_checked_against_the_capacity(model, monkeypatch, capacity, fi
     assert "--chunked-prefill-size" in str(refused.value)
 
 
-def test_pure_tp_is_scattered(model, monkeypatch):
+def test_r12_pure_tp_is_scattered(model, monkeypatch):
     """Without DP attention a chunk is scattered all the same, so this capacity is enough."""
     monkeypatch.setenv(CAPACITY, "256")
     resolve(model, chunked_prefill_size=2048, tp_size=8)
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])
-def test_disabled_gather_is_refused(model, dp_size):
+def test_r12_disabled_gather_is_refused(model, dp_size):
     with pytest.raises(ValueError, match="--disable-attn-tp-gather is not supported .* deepep_v2") as refused:
         resolve(model, tp_size=2, attn_dp_size=dp_size, disable_attn_tp_gather=True)
     assert "each of the 2 ranks" in str(refused.value)
 
 
-def test_disabled_gather_is_left_to_other_backends(model):
+def test_r12_disabled_gather_is_left_to_other_backends(model):
     resolve(model, tp_size=2, moe_a2a_backend="none", disable_attn_tp_gather=True)
 
 
-def test_direct_mode_across_nodes_is_refused(model):
+def test_r10_direct_mode_across_nodes_is_refused(model):
     with pytest.raises(ValueError, match=r"direct is NVLink-only .*nnodes=2.* --deepep-v2-mode hybrid"):
         resolve(model, tp_size=2, nnodes=2, deepep_v2_mode="direct")
     assert resolve(model, tp_size=2, nnodes=2, deepep_v2_mode="hybrid").deepep_v2_mode == "hybrid"
@@ -201,7 +201,7 @@ def test_direct_mode_across_nodes_is_refused(model):
         ),
     ],
 )
-def test_shapes_that_deepep_asserts_without_naming(tmp_path, config, arguments, message):
+def test_r5_shapes_that_deepep_asserts_without_naming(tmp_path, config, arguments, message):
     with pytest.raises(ValueError, match=message):
         resolve(write_config(tmp_path, **config), tp_size=2, **arguments)
 
@@ -215,7 +215,7 @@ def test_shapes_that_deepep_asserts_without_naming(tmp_path, config, arguments, 
         pytest.param({"hidden_size": 384, "routed_expert_hidden_size": 256}, {}, id="latent"),
     ],
 )
-def test_shapes_at_the_limit_start(tmp_path, config, arguments):
+def test_r5_shapes_at_the_limit_start(tmp_path, config, arguments):
     resolve(write_config(tmp_path, **config), tp_size=2, **arguments)
 
 
@@ -235,7 +235,7 @@ def test_reference_transport_with_decode_graphs_is_refused(model, monkeypatch):
 
 
 @pytest.mark.parametrize(("others", "admitted"), [([], True), ([object()], False)], ids=["first", "second"])
-def test_scheduler_admits_one_long_request_without_chunks(others, admitted):
+def test_r12_scheduler_admits_one_long_request_without_chunks(others, admitted):
     """Why the longest request counts when chunking is off: --max-prefill-tokens bounds only the requests after it."""
     adder = MagicMock(spec=PrefillAdder)
     adder.configure_mock(
@@ -299,7 +299,7 @@ def forwards(tmp_path_factory) -> dict[str, list]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FORWARDS if name != "no gather"])
-def test_forwards_stay_within_the_budget(forwards, model, name):
+def test_r12_forwards_stay_within_the_budget(forwards, model, name):
     arguments, batches = FORWARDS[name]
     worst = []
     for (groups, expected), reached in zip(batches.items(), forwards[name]):
@@ -314,7 +314,7 @@ def test_forwards_stay_within_the_budget(forwards, model, name):
 
 
 @pytest.mark.slow
-def test_forwards_without_the_gather_show_why_it_is_refused(forwards, model):
+def test_r12_forwards_without_the_gather_show_why_it_is_refused(forwards, model):
     """An odd batch stays whole on every rank, over the budget, and prefill takes the decode path."""
     arguments, batches = FORWARDS["no gather"]
     assert [[rows for rows, _ in reached] for reached in forwards["no gather"]] == list(batches.values())

@@ -184,7 +184,7 @@ def test_permute_pool_holds_ours_and_keeps_theirs():
 
 
 @pytest.mark.parametrize("architecture", MIMO_ARCHITECTURES + ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"))
-def test_registered_architectures(architecture):
+def test_r13_registered_architectures(architecture):
     from sglang.srt.models.registry import ModelRegistry
 
     config = type("Config", (), {"architectures": [architecture]})
@@ -194,12 +194,12 @@ def test_registered_architectures(architecture):
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2MoeForCausalLM", "MixtralForCausalLM"])
-def test_other_architectures_are_refused(tmp_path, architecture):
+def test_r13_other_architectures_are_refused(tmp_path, architecture):
     with pytest.raises(ValueError, match=f"not validated for '{architecture}'.*register_deepep_v2_model"):
         resolve(write_config(tmp_path, architectures=[architecture]), tp_size=2)
 
 
-def test_deepep_v2_belongs_to_the_a2a_branch(monkeypatch):
+def test_r13_deepep_v2_belongs_to_the_a2a_branch(monkeypatch):
     from sglang.srt.layers.moe import utils
 
     for backend, in_class in ((MoeA2ABackend.DEEPEP_V2, True), (MoeA2ABackend.NONE, False)):
@@ -208,7 +208,7 @@ def test_deepep_v2_belongs_to_the_a2a_branch(monkeypatch):
 
 
 @pytest.mark.slow
-def test_mimo_v2_forwards_reach_dispatch(tmp_path):
+def test_r13_mimo_v2_forwards_reach_dispatch(tmp_path):
     """Both architectures take the a2a branch; the other one adds an all-reduce and never dispatches."""
     cases = [
         {
@@ -276,12 +276,12 @@ def test_prefill_graphs_are_disabled_and_decode_graphs_are_not(model):
         ({"speculative_moe_a2a_backend": "deepep_v2"}, "not validated as a speculative draft backend"),
     ],
 )
-def test_refused_combinations(model, arguments, message):
+def test_r13_refused_combinations(model, arguments, message):
     with pytest.raises(ValueError, match=message):
         resolve(model, tp_size=2, **arguments)
 
 
-def test_draft_inherits_and_is_refused(model):
+def test_r13_draft_inherits_and_is_refused(model):
     server_args = resolve(model, tp_size=2)
     server_args._resolved_overrides.append(("test", {"speculative_algorithm": "EAGLE"}))
     with pytest.raises(ValueError, match="speculative draft backend"):
