@@ -6,7 +6,6 @@ import datetime
 import importlib.util
 import json
 import os
-import socket
 import traceback
 from pathlib import Path
 
@@ -122,7 +121,7 @@ GPU_CASES = (
 )
 
 
-def _run_rank(rank: int, num_ranks: int, port: int, out: str, transport: str) -> None:
+def _run_rank(rank: int, num_ranks: int, out: str, transport: str) -> None:
     """Run one rank's checks; `transport`: "gloo" and "nccl" are the reference, "deep_ep" is the real class."""
     torch.set_num_threads(1)
     on_gpu = transport != "gloo"
@@ -130,7 +129,8 @@ def _run_rank(rank: int, num_ranks: int, port: int, out: str, transport: str) ->
         torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
+        # A file, since another process may take a port between its choice and its use.
+        init_method=f"file://{out}/rendezvous",
         rank=rank,
         world_size=num_ranks,
         timeout=datetime.timedelta(seconds=240),
@@ -162,16 +162,14 @@ def _run_rank(rank: int, num_ranks: int, port: int, out: str, transport: str) ->
             # At once: a rank that failed between two collectives may take the others down with it.
             Path(out, f"{rank}.json").write_text(json.dumps(failures))
     dist.barrier()
-    dist.destroy_process_group()
+    # Skips the end of the interpreter, which gloo threads that still run may turn into an abort.
+    os._exit(0)
 
 
 def _conforms(num_ranks: int, out: Path, transport: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     ended = ""
     try:
-        mp.spawn(_run_rank, (num_ranks, port, str(out), transport), nprocs=num_ranks)
+        mp.spawn(_run_rank, (num_ranks, str(out), transport), nprocs=num_ranks)
     except ProcessException as exc:
         ended = f"the ranks did not finish: {exc}\n"
     report = "".join(
