@@ -1,6 +1,8 @@
 """The process-wide buffer: built once per key, for the mode and the environment that were asked for, or refused."""
 
+import logging
 import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -90,6 +92,15 @@ def test_r9_gin_is_off_on_one_node_without_rdma(process, monkeypatch, nnodes, rd
     assert DeepEPv2Buffer.get_buffer("group", **SIZES).environment.get("EP_DISABLE_GIN") == expected
 
 
+def test_r9_gin_rule_is_said_once(caplog):
+    caplog.set_level(logging.INFO, elastic_buffer.logger.name)
+    for hidden in (256, 512):
+        DeepEPv2Buffer.get_buffer("group", **SIZES | {"hidden_size": hidden})
+    assert [record.getMessage() for record in caplog.records if "EP_DISABLE_GIN" in record.getMessage()] == [
+        "DeepEP v2: no RDMA device on this one node, GIN is off (EP_DISABLE_GIN=1)."
+    ]
+
+
 @pytest.mark.parametrize(
     ("error", "fix"),
     [
@@ -111,6 +122,27 @@ def test_r8_an_assertion_while_importing_deep_ep_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("SGLANG_DEEPEP_V2_USE_REFERENCE_TRANSPORT", "0")
     found = elastic_buffer.find_buffer_class()
     assert (found.cls, found.transport, str(found.error)) == (None, "deep_ep", "NCCL 2.29.3 is loaded")
+
+
+def test_r8_sglang_imports_over_a_deep_ep_that_asserts(tmp_path):
+    """A new interpreter: SGLang's MoE layer imports, only the first buffer tells why there is none."""
+    (tmp_path / "deep_ep.py").write_text("assert False, 'Invalid NCCL versions'\n")
+    script = """
+import sglang.srt.layers.moe.ep_moe.layer
+from sglang.srt.layers.moe.token_dispatcher import deepep_v2, elastic_buffer
+assert not deepep_v2.use_deepep_v2
+try:
+    elastic_buffer.require(elastic_buffer.buffer_class())
+except ImportError as error:
+    print(error)
+"""
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": paths, "SGLANG_DEEPEP_V2_USE_REFERENCE_TRANSPORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "AssertionError: Invalid NCCL versions" in done.stdout and "nvidia-nccl-cu13" in done.stdout
 
 
 def grouped_gemm(*arguments, use_psum_layout=False):

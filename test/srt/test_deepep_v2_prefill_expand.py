@@ -135,6 +135,15 @@ def test_r2_idle_rank_returns_no_rows(facts, world):
     assert facts[0]["shape"]["psum", "r2_idle_rank"] == (4, 256)
 
 
+def test_r3_uneven_and_extreme_routes(facts, fp8):
+    for rank in facts:
+        for path in PATHS:
+            for case in ("uneven", "r3_one_expert", "r3_one_rank"):
+                assert rank["error"][path, case] < ERROR[fp8], (path, case)
+            # Nothing was routed, so the exact output is zero and the error is the output's own norm.
+            assert rank["error"][path, "r3_all_dropped"] == 0.0, path
+
+
 def test_bitwise_reproducible(facts):
     for rank in facts:
         assert all(rank["repeat"].values()), rank["repeat"]

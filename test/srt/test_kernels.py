@@ -226,9 +226,9 @@ class TestSwigluQuant:
 
 class TestQuantTokens:
     @pytest.mark.parametrize("tokens", [1, 5, 33])
-    @pytest.mark.parametrize("hidden", [256, 1152, 2048])
+    @pytest.mark.parametrize("hidden", [256, 1152, 2048, 4096, 6144, 7168])
     @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-    def test_equals_the_twin(self, tokens, hidden, ids_dtype):
+    def test_k8_equals_the_twin(self, tokens, hidden, ids_dtype):
         x = random_rows(tokens, hidden)
         x[0, :128] = 0
         ids = torch.randint(-1, 9, (tokens, 6), device=DEVICE, dtype=ids_dtype)

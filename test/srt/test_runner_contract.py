@@ -66,23 +66,25 @@ def case(request):
         gate, up = (x[segment].double() @ w13[expert].T).chunk(2, 1)
         exact[segment] = (torch.nn.functional.silu(gate) * up) @ w2[expert].T
         start += -(-count // ALIGNMENT) * ALIGNMENT
-    router[~valid] = float("nan")
     return SimpleNamespace(fp8=fp8, x=x, psum=psum, valid=valid, weights=weights, router=router, exact=exact)
 
 
-def run(case, psum_layout: bool, **options):
-    """Pre-permute, runner core and post-permute of one layer; the combine input."""
-    x, scale = case.x.clone(), None
+def run(case, psum_layout: bool, padding: float = float("nan"), **options):
+    """Pre-permute, runner core and post-permute of one layer over such padding; the combine input."""
+    x, scale, router = case.x.clone(), None, case.router.clone()
+    router[~case.valid] = padding
     if case.fp8:
         x, scale = quantize(x, psum_layout)
-        scale[~case.valid] = float("nan")
+        scale[~case.valid] = padding
+        # 0x7f is the NaN of e4m3fn, which has no infinity.
+        x.view(torch.uint8)[~case.valid] = 0x7F if padding else 0
     else:
-        x[~case.valid] = float("nan")
+        x[~case.valid] = padding
     dispatched = DeepEPv2DispatchOutput(
         x,
         scale,
         None,
-        case.router.clone(),
+        router,
         case.psum,
         is_expanded=True,
         expert_alignment=ALIGNMENT,
@@ -129,6 +131,14 @@ def test_r7_raw_rows_stay_unweighted(case, psum_layout):
     assert combined.routewise_layout is RoutewiseLayout.EXPANDED
 
 
+@pytest.mark.parametrize("psum_layout", PIPELINES)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+def test_k6_padding_changes_no_bit_through_both_gemms(case, psum_layout, poison):
+    clean = run(case, psum_layout, padding=0.0).hidden_states[case.valid]
+    assert clean.isfinite().all() and clean.any()
+    assert torch.equal(run(case, psum_layout, padding=poison).hidden_states[case.valid], clean)
+
+
 def test_pipelines_agree(case):
     psum, labels = (run(case, layout).hidden_states[case.valid] for layout in (True, False))
     assert relative_error(psum, labels) <= 5e-3
@@ -156,7 +166,7 @@ def test_ue8m0_scales_are_never_weighted(case, monkeypatch):
 
 
 @pytest.mark.parametrize("psum_layout", PIPELINES)
-def test_no_rows(case, psum_layout):
+def test_k1_no_rows(case, psum_layout):
     """A rank that receives nothing launches nothing and hands an empty tensor on."""
     empty = SimpleNamespace(**vars(case))
     empty.x, empty.router, empty.valid = case.x[:0], case.router[:0], case.valid[:0]

@@ -1,10 +1,16 @@
-"""SGLang's own scatter of non-expanded prefill, as this patch relies on it."""
+"""SGLang's own scatter of non-expanded prefill and its decode slab, as this patch relies on them."""
 
 import pytest
 import torch
-from sglang.kernels.ops.moe.ep_moe_kernels import ep_scatter_from_psum
+from sglang.kernels.ops.moe.ep_moe_kernels import ep_scatter_from_psum, expand_to_masked_slab
+from sglang.srt.plugins import load_plugins
 
-from kernel_cases import DEVICE
+from kernel_cases import ALIGNMENT, COUNTS, DEVICE, make_psum, valid_rows
+
+
+@pytest.fixture(scope="module", autouse=True)
+def platform():
+    load_plugins()
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
@@ -41,3 +47,15 @@ def test_k9_scatter_without_optional_arguments(fp8):
             placed.add(row)
     # Rows of an expert fill its segment from the start, in any order.
     assert placed == {0, 1, block, block + 1, block + 2}
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_k1_k2_slab_counts_equal_the_psum(counts):
+    """Decode: the psum becomes one count per expert, and each expert's rows fill its slab from the start."""
+    psum, rows = make_psum(counts)
+    x = torch.arange(rows, device=DEVICE)[:, None].expand(rows, 256).bfloat16()
+    height = max(ALIGNMENT, *counts)
+    slab, scale, masked_m = expand_to_masked_slab(x, None, psum, len(counts), height, ALIGNMENT)
+    assert masked_m.tolist() == list(counts) and scale is None
+    taken = [slab.view(len(counts), height, 256)[expert, :count] for expert, count in enumerate(counts)]
+    assert torch.equal(torch.cat(taken), x[valid_rows(counts, rows)])
