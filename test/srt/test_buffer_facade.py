@@ -67,6 +67,32 @@ def test_another_key_gets_another_buffer(change):
     assert DeepEPv2Buffer.get_buffer("group", **SIZES | {"use_fp8_dispatch": False}).arguments[3] is False
 
 
+def test_r1_key_change_is_refused_while_a_handle_waits():
+    first = DeepEPv2Buffer.get_buffer("group", **SIZES)
+    DeepEPv2Buffer.hold_handle()
+    with pytest.raises(RuntimeError, match="1 dispatch handle.* still wait for combine"):
+        DeepEPv2Buffer.get_buffer("group", **SIZES | {"hidden_size": 512})
+    assert DeepEPv2Buffer.get_buffer("group", **SIZES) is first
+    DeepEPv2Buffer.release_handle()
+    assert DeepEPv2Buffer.get_buffer("group", **SIZES | {"hidden_size": 512}) is not first
+
+
+def test_a_buffer_that_cannot_be_built_is_not_kept(monkeypatch):
+    DeepEPv2Buffer.get_buffer("group", **SIZES)
+
+    def out_of_memory(self, group, **sizes):
+        assert DeepEPv2Buffer._state().buffer is None, "the old buffer's memory is free, the new one is not published"
+        raise MemoryError("cannot register symmetric memory")
+
+    monkeypatch.setattr(elastic_buffer, "_accepted", lambda cls: None)
+    with monkeypatch.context() as broken:
+        broken.setattr(Recorded, "__init__", out_of_memory)
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                DeepEPv2Buffer.get_buffer("group", **SIZES | {"hidden_size": 512})
+        assert DeepEPv2Buffer._state().key is None
+
+
 @pytest.mark.parametrize(("mode", "hybrid"), [("direct", False), ("hybrid", True)])
 def test_r10_hybrid_exactly_when_asked_for(process, mode, hybrid):
     process.mode = mode

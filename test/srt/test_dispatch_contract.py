@@ -5,17 +5,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.layers.moe.token_dispatcher import deepep_v2
-from sglang.srt.layers.moe.token_dispatcher.base import RoutewiseLayout
+from sglang.srt.layers.moe.token_dispatcher.base import CombineInputFormat, RoutewiseLayout
 from sglang.srt.layers.moe.token_dispatcher.deepep_v2 import DeepEPv2CombineInput, DeepEPv2Dispatcher
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.moe.utils import DeepEPv2Fp8ScaleFormat
 
 HIDDEN, TOPK, EXPERTS, CAPACITY = 256, 2, 8, 16
+CAPACITY_VARIABLE = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 VARIABLES = {
     "SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND": "1",
     "SGLANG_DEEPEP_V2_ENABLE_PSUM_PIPELINE": "1",
     "SGLANG_DEEPEP_V2_ENABLE_SYNC_FREE_PREFILL": "0",
-    "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK": str(CAPACITY),
+    CAPACITY_VARIABLE: str(CAPACITY),
 }
 
 
@@ -237,6 +238,40 @@ def test_r7_unreduced_rows_are_refused_and_release_the_handle(make, buffer):
         dispatcher.combine(answer(output)._replace(routewise_layout=RoutewiseLayout.EXPANDED))
     assert not buffer.combined
     dispatcher.dispatch(*routed(2))
+
+
+def test_rows_without_one_weight_each_are_refused(make, buffer, monkeypatch):
+    dispatch = buffer.dispatch
+
+    def one_weight_short(x, **options):
+        recv, ids, weights, handle, event = dispatch(x, **options)
+        return recv, ids, weights[:-1], handle, event
+
+    monkeypatch.setattr(buffer, "dispatch", one_weight_short)
+    with pytest.raises(ValueError, match=r"4 expanded rows and router weights of shape \(3,\)"):
+        make().dispatch(*routed(2))
+
+
+def test_rows_of_another_backend_are_refused(make):
+    dispatcher = make()
+    dispatcher.dispatch(*routed(2))
+    with pytest.raises(TypeError, match="expected a DeepEP v2 combine input"):
+        dispatcher.combine(SimpleNamespace(format=CombineInputFormat.STANDARD))
+
+
+@pytest.mark.parametrize(
+    ("attn_dp_size", "tokens", "height"),
+    [(2, 3, CAPACITY * 2), (1, 3, 128), (1, 64, 256), (1, 63, 128), (1, 0, 128)],
+)
+def test_decode_slab_holds_what_one_expert_may_get(make, monkeypatch, attn_dp_size, tokens, height):
+    """Every token of two ranks may pick one expert; ranks that split a batch differ by a token, others by anything."""
+    capacity = CAPACITY if attn_dp_size == 2 else 512
+    dispatcher = make(extend=False, num_local_experts=EXPERTS // 2, variables={CAPACITY_VARIABLE: str(capacity)})
+    parallel = SimpleNamespace(
+        attn_dp_size=attn_dp_size, attn_cp_size=1, tp_size=2, tp_group=SimpleNamespace(device_group=None)
+    )
+    monkeypatch.setattr(deepep_v2, "get_parallel", lambda: parallel)
+    assert dispatcher.dispatch(*routed(tokens)).masked_max_m == height
 
 
 @pytest.mark.parametrize(
