@@ -207,7 +207,9 @@ def test_r1_one_dispatch_at_a_time(make):
     output = dispatcher.dispatch(*routed(2))
     with pytest.raises(RuntimeError, match="before combine"):
         dispatcher.dispatch(*routed(2))
+    assert dispatcher.facade.handles == 1
     dispatcher.combine(answer(output))
+    assert dispatcher.facade.handles == 0
     dispatcher.dispatch(*routed(2))
 
 

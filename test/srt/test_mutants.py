@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
 _spec = importlib.util.spec_from_file_location("mutants", HERE.parent / "mutants.py")
 mutants = importlib.util.module_from_spec(_spec)
 sys.modules["mutants"] = mutants
