@@ -6,14 +6,15 @@ GPU_PYTHON ?= python3
 # The negative control: servers that also import test/demo_break/$(BREAK), which breaks the feature on purpose.
 BROKEN = $(or $(wildcard test/demo_break/$(BREAK)),$(error BREAK is one of: $(notdir $(wildcard test/demo_break/*))))
 
-.PHONY: help setup demo test test-gpu mutants lint
+.PHONY: help setup demo test test-gpu mutants soak lint
 
 help:
 	@echo "make demo     the real server on CPU, two ranks: expanded against non-expanded prefill (QUICK=1: one checkpoint;"
 	@echo "              BREAK=fold: must fail)"
 	@echo "make test     every test that needs no GPU"
 	@echo "make test-gpu the GPU tests, with GPU_PYTHON=python3"
-	@echo "make mutants  break the feature line by line and see the tests fail"
+	@echo "make mutants  break the feature line by line and see the tests fail (ARGS='part of a name' chooses)"
+	@echo "make soak     2,000 random layers over four ranks, every output checked (ARGS='--layers 100' for fewer)"
 	@echo "make lint     ruff check and format"
 
 setup:
@@ -29,7 +30,10 @@ test-gpu:
 	$(GPU_PYTHON) -m pytest test/srt -m gpu $(ARGS)
 
 mutants: setup
-	$(BIN)/python test/mutants.py
+	$(BIN)/python test/mutants.py $(ARGS)
+
+soak: setup
+	$(BIN)/python test/soak.py $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
