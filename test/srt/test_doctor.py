@@ -84,6 +84,13 @@ def test_deep_ep(cpu, gpu):
     }
     expect(check(gpu({"deep_ep": missing})), "fail", "not installed", fix="pip install sgl-deep-ep==")
     expect(check(gpu({"deep_ep": {**DEEP_EP, "buffer": None}})), "fail", "no ElasticBuffer", "V1")
+    newer = {**DEEP_EP, "package": "deep_ep_v25", "version": "2.5.0", "buffer": "EPBuffer"}
+    newer |= {"wheels": {"sgl-deep-ep-v25": "0.1.0"}, "refused": ["deep_ep: Invalid NCCL versions"]}
+    expect(
+        check(gpu({"deep_ep": newer})), "ok", "deep_ep_v25 2.5.0 (sgl-deep-ep-v25 0.1.0), EPBuffer; passed over deep_ep"
+    )
+    old = {"package": "deep_ep_v25", "error": "DeepEP 2.5 needs NCCL 2.32.3 or newer", "error_type": "ImportError"}
+    expect(check(gpu({"deep_ep": old})), "fail", "import deep_ep_v25", fix="nvidia-nccl-cu13==2.32.3")
     expect(check(gpu(env={USE_REFERENCE: "1"})), "warn", "slow", fix=f"unset {USE_REFERENCE}")
 
 

@@ -255,6 +255,38 @@ def test_children_that_crash_hang_or_print_rubbish(tmp_path):
     assert (reply["version"], reply["buffer"]) == ("2.5.0", "EPBuffer")
 
 
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        (
+            {"deep_ep_v25": "__version__ = '2.5.0'\nEPBuffer = object"},
+            {"package": "deep_ep_v25", "buffer": "EPBuffer", "version": "2.5.0", "refused": []},
+        ),
+        (
+            {"deep_ep": "ElasticBuffer = object", "deep_ep_v25": "EPBuffer = object"},
+            {"package": "deep_ep", "buffer": "ElasticBuffer"},
+        ),
+        (
+            {"deep_ep": "assert False, 'Invalid NCCL'", "deep_ep_v25": "EPBuffer = object"},
+            {"package": "deep_ep_v25", "buffer": "EPBuffer", "refused": ["deep_ep: Invalid NCCL"]},
+        ),
+        (
+            {"deep_ep": "__version__ = '1.2.1'", "deep_ep_v25": "EPBuffer = object"},
+            {"package": "deep_ep_v25", "refused": ["deep_ep: no buffer"]},
+        ),
+        (
+            {"deep_ep_v25": "raise ImportError('needs nvcc')"},
+            {"package": "deep_ep_v25", "error": "needs nvcc", "error_type": "ImportError"},
+        ),
+        ({"deep_ep": "__version__ = '1.2.1'"}, {"package": "deep_ep", "buffer": None, "version": "1.2.1"}),
+        ({}, {"package": "deep_ep", "missing": "deep_ep"}),
+    ],
+)
+def test_probe_of_deep_ep_takes_the_package_that_the_dispatcher_takes(tmp_path, sources, expected):
+    reply = Machine(fake_site(tmp_path, **sources)).probe("deep_ep")
+    assert {key: reply.get(key) for key in expected} == expected
+
+
 def test_probe_of_deep_gemm_reads_signatures_and_docstrings(tmp_path):
     source = """
         def m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout, use_psum_layout=False): ...
@@ -349,6 +381,19 @@ def test_command_on_this_machine(tmp_path):
     assert "required=1024, capacity=1023" in found["launch"]["message"]
     assert found["launch"]["fix"] == f"export {CAPACITY}=1024"
     assert "NUM_MAX_DISPATCH_TOKENS_PER_RANK=1023" in found["variables"]["message"]
+
+
+def test_launch_command_without_a_device(tmp_path):
+    """Where no GPU is, SGLang starts a CPU server, and the doctor says what it took the command for."""
+    command = f"python -m sglang.launch_server --model-path {checkpoint(tmp_path / 'm')} --moe-a2a-backend deepep_v2"
+    machine = Machine({**os.environ, CAPACITY: "32"})
+    if machine.has_gpu:
+        pytest.skip("needs a machine without a GPU")
+    words = f"{command} --tp 2 --chunked-prefill-size 64".split()
+    captured = check_launch(machine, read_command(words))
+    expect(captured, "fail", USE_REFERENCE, "as a CPU server, add --device cuda", fix="--disable-cuda-graph")
+    fits = check_launch(machine, read_command([*words, "--disable-cuda-graph"]))
+    expect(fits, "ok", "cpu, tp 2", "up to 32 tokens per rank, capacity 32", "as a CPU server, add --device cuda")
 
 
 def test_launch_command_that_fits(tmp_path):

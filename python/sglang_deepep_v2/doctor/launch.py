@@ -39,8 +39,11 @@ def check_launch(machine: Machine, launch: Launch) -> Finding:
         # A command for another machine is held against that machine's transport, not this one's.
         env[USE_REFERENCE] = "0"
     reply = machine.probe("launch", *launch.argv, env={**env, **launch.env})
+    note = ""
+    if not machine.has_gpu and not any(word.partition("=")[0] == "--device" for word in launch.argv):
+        note = "; checked as a CPU server, add --device cuda to check it for GPUs"
     if "error" in reply:
-        return _refused(reply)
+        return _refused(reply, note)
     if reply["backend"] != "deepep_v2":
         problem = f"the command resolves to --moe-a2a-backend {reply['backend']}: this backend takes no part"
         return Finding("launch", "warn", problem, "add --moe-a2a-backend deepep_v2")
@@ -53,14 +56,15 @@ def check_launch(machine: Machine, launch: Launch) -> Finding:
             "lower --tp",
         )
     where = f"{reply['device']}, tp {reply['tp']}, {reply['nnodes']} node(s), {reply['mode']}"
-    note = "; no GPU is here" if reply["device"] == "cuda" and not machine.has_gpu else ""
+    if reply["device"] == "cuda" and not machine.has_gpu:
+        note = "; no GPU is here"
     if "required" not in reply:
         return Finding("launch", "ok", f"{where}, decode role, capacity {reply['capacity']} tokens per rank{note}")
     budget = f"a prefill dispatches up to {reply['required']} tokens per rank, capacity {reply['capacity']}"
     return Finding("launch", "ok", f"{where}; {budget}{note}")
 
 
-def _refused(reply: dict) -> Finding:
+def _refused(reply: dict, note: str) -> Finding:
     kind, text, stage = reply["error_type"], reply["error"], reply.get("stage", "start")
     if stage == "parse":
         return Finding("launch", "fail", text, "python -m sglang.launch_server --help")
@@ -72,7 +76,7 @@ def _refused(reply: dict) -> Finding:
         return Finding("launch", "warn", f"only parsed, the model is not on this machine: {text}")
     # SGLang's refusals are ValueErrors and bare assertions; anything else is named by its class as well.
     said = text if kind in ("ValueError", "AssertionError") else f"{kind}: {text}"
-    return Finding("launch", "fail", said, _fix(text))
+    return Finding("launch", "fail", f"{said.rstrip('.')}{note}" if note else said, _fix(text))
 
 
 def _fix(text: str) -> str | None:
@@ -80,5 +84,5 @@ def _fix(text: str) -> str | None:
     required = re.search(r"required=(\d+), capacity=\d+", text)
     if required and _CAPACITY in text:
         return f"export {_CAPACITY}={required[1]}"
-    hybrid = re.search(r"pass (--deepep-v2-mode \w+)", text)
-    return hybrid and hybrid[1]
+    passed = re.search(r"[Pp]ass (--deepep-v2-mode \w+|--disable-cuda-graph\b)", text)
+    return passed and passed[1]

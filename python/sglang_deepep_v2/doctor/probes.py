@@ -11,6 +11,13 @@ def _first(text, limit=600):
     return " ".join(str(text).split())[:limit]
 
 
+def _failed(error):
+    reply = {"error": _first(error) or type(error).__name__, "error_type": type(error).__name__}
+    if isinstance(error, ModuleNotFoundError):
+        reply["missing"] = error.name
+    return reply
+
+
 def _mapped_nccl():
     """Paths of the libnccl files mapped into this process, in order, and ncclGetVersion of the first."""
     import ctypes
@@ -77,18 +84,39 @@ def torch():
 
 
 def deep_ep():
-    """Version, wheel, and the elastic buffer's class name; the import runs deep_ep's host checks."""
+    """The package that the dispatcher would take: version, wheel, and its elastic buffer's class name.
+
+    As in the dispatcher, the first package with a buffer serves, else the first that is there says what is wrong.
+    Importing one runs its host checks.
+    """
+    replies = []
+    for package in ("deep_ep", "deep_ep_v25"):
+        try:
+            reply = _elastic_buffer(package)
+        except Exception as error:
+            reply = {**_failed(error), "package": package}
+        if reply.get("buffer"):
+            refused = [f"{other['package']}: {other.get('error', 'no buffer')}" for other in _there(replies)]
+            return {**reply, "refused": refused, "nccl_files": _mapped_nccl()[0]}
+        replies.append(reply)
+    return {**(_there(replies) or replies)[0], "nccl_files": _mapped_nccl()[0]}
+
+
+def _there(replies):
+    return [reply for reply in replies if reply.get("missing") != reply["package"]]
+
+
+def _elastic_buffer(package):
+    import importlib
     from importlib.metadata import packages_distributions, version
 
-    import deep_ep
-
-    wheels = packages_distributions().get("deep_ep", [])
-    names = [name for name in ("ElasticBuffer", "EPBuffer") if hasattr(deep_ep, name)]
+    module = importlib.import_module(package)
+    names = [name for name in ("ElasticBuffer", "EPBuffer") if hasattr(module, name)]
     return {
-        "version": str(getattr(deep_ep, "__version__", "unknown")),
-        "wheels": {name: version(name) for name in wheels},
+        "package": package,
+        "version": str(getattr(module, "__version__", "unknown")),
+        "wheels": {name: version(name) for name in packages_distributions().get(package, [])},
         "buffer": names[0] if names else None,
-        "nccl_files": _mapped_nccl()[0],
     }
 
 
@@ -175,9 +203,7 @@ def main(name, *args):
     try:
         reply = probes[name](*args)
     except BaseException as error:
-        reply = {"error": _first(error) or type(error).__name__, "error_type": type(error).__name__}
-        if isinstance(error, ModuleNotFoundError):
-            reply["missing"] = error.name
+        reply = _failed(error)
     print("\n" + _MARK + json.dumps(reply), flush=True)
     sys.stderr.flush()
     # Skips destructors of half-initialised libraries, which may hang or crash after the answer.

@@ -56,29 +56,32 @@ def check_torch(machine: Machine) -> Finding:
 
 
 def check_deep_ep(machine: Machine) -> Finding:
-    """deep_ep imports (its own host checks included) and has an elastic buffer."""
+    """deep_ep, or DeepEP 2.5's deep_ep_v25, imports (host checks included) and has an elastic buffer."""
     if machine.flag(USE_REFERENCE):
         return Finding("deep_ep", "warn", f"{USE_REFERENCE} is on: slow, for tests only", f"unset {USE_REFERENCE}")
     reply = machine.probe("deep_ep")
     if reply.get("missing") == "deep_ep":
         return machine.unavailable("deep_ep", "deep_ep is not installed", _DEEP_EP)
+    package = reply.get("package", "deep_ep")
     if "error" in reply:
-        problem = f"import deep_ep: {reply['error_type']}: {reply['error']}"
-        return machine.unavailable("deep_ep", problem, _deep_ep_fix(machine, reply["error"]))
+        problem = f"import {package}: {reply['error_type']}: {reply['error']}"
+        return machine.unavailable("deep_ep", problem, _deep_ep_fix(machine, reply["error"], package))
     wheel = "".join(f" ({name} {version})" for name, version in reply["wheels"].items())
     if reply["buffer"] is None:
-        problem = f"deep_ep {reply['version']}{wheel} has no ElasticBuffer: it is DeepEP V1"
+        problem = f"{package} {reply['version']}{wheel} has no ElasticBuffer: it is DeepEP V1"
         return machine.unavailable("deep_ep", problem, _DEEP_EP)
-    return Finding("deep_ep", "ok", f"deep_ep {reply['version']}{wheel}, {reply['buffer']}")
+    passed_over = "".join(f"; passed over {text}" for text in reply.get("refused", ()))
+    return Finding("deep_ep", "ok", f"{package} {reply['version']}{wheel}, {reply['buffer']}{passed_over}")
 
 
-def _deep_ep_fix(machine: Machine, error: str) -> str:
-    """The command for one of deep_ep's import-time refusals."""
+def _deep_ep_fix(machine: Machine, error: str, package: str) -> str:
+    """The command for one of the import-time refusals of ``deep_ep`` or ``deep_ep_v25``."""
     cuda = (machine.probe("torch").get("cuda") or "13").partition(".")[0]
     if "Duplicate NCCL" in error:
         return "keep one libnccl.so: unset LD_PRELOAD and LD_LIBRARY_PATH entries that name the other one"
     if "NCCL" in error or "nccl" in error:
-        return f"pip install --force-reinstall --no-deps nvidia-nccl-cu{cuda}==2.30.7"
+        version = "2.32.3" if package == "deep_ep_v25" else "2.30.7"
+        return f"pip install --force-reinstall --no-deps nvidia-nccl-cu{cuda}=={version}"
     if "does not provide CUDA" in error or "requires CUDA" in error:
         return "install a torch and an sgl-deep-ep of the same CUDA major version"
     if "driver" in error:
