@@ -70,8 +70,8 @@ SERVING = (
     (
         "second dispatch accepted",
         DISPATCHER,
-        "        if self._handle is not None:",
-        "        if False:",
+        "        if self._handle is not None:\n            raise",
+        "        if False:\n            raise",
         (CONTRACT_TESTS + "test_r1_a_handle_serves_once", CONTRACT_TESTS + "test_r1_one_dispatch_at_a_time"),
     ),
     (
@@ -133,8 +133,8 @@ SERVING = (
     (
         "standing buffer built again",
         PREBUILD,
-        "if dispatcher is None or dispatcher.buffer_is_built():",
-        "if dispatcher is None:",
+        " and not dispatchers[0].buffer_is_built():",
+        ":",
         (PREBUILD_TESTS + "test_r11_builds_once_for_all_layers",),
     ),
     (
@@ -217,7 +217,7 @@ SERVING = (
     (
         "handle not counted",
         DISPATCHER,
-        "        DeepEPv2Buffer.hold_handle()",
+        "        DeepEPv2Buffer.hold_handle(handle)",
         "        pass",
         (CONTRACT_TESTS + "test_r1_one_dispatch_at_a_time",),
     ),
@@ -455,8 +455,8 @@ SERVING = (
     (
         "buffer prebuilt for other backends",
         PREBUILD,
-        "if not get_moe_a2a_backend().is_deepep_v2() or _decode",
-        "if _decode",
+        "if not get_moe_a2a_backend().is_deepep_v2():",
+        "if False:",
         (PREBUILD_TESTS + "test_r11_other_backends_are_untouched",),
     ),
 )

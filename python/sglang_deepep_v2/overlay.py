@@ -65,8 +65,15 @@ class Finding:
 
 @functools.cache
 def enabled() -> bool:
-    """Whether the overlay is on (``SGLANG_OVERLAY=0``: off); decided once, so no process runs a mixture."""
-    return os.environ.get(SWITCH) != "0"
+    """Whether the overlay is on (``SGLANG_OVERLAY=0``: off); decided once, so no process runs a mixture.
+
+    Raises:
+        OverlayError: the variable is neither 0 nor 1.
+    """
+    value = os.environ.get(SWITCH, "1")
+    if value not in ("0", "1", ""):
+        raise OverlayError(f"{SWITCH}={value!r}: 0 runs plain SGLang, 1 or nothing runs the patch")
+    return value != "0"
 
 
 @functools.cache

@@ -69,12 +69,40 @@ def test_another_key_gets_another_buffer(change):
 
 def test_r1_key_change_is_refused_while_a_handle_waits():
     first = DeepEPv2Buffer.get_buffer("group", **SIZES)
-    DeepEPv2Buffer.hold_handle()
+    handle = object()
+    DeepEPv2Buffer.hold_handle(handle)
     with pytest.raises(RuntimeError, match="1 dispatch handle.* still wait for combine"):
         DeepEPv2Buffer.get_buffer("group", **SIZES | {"hidden_size": 512})
     assert DeepEPv2Buffer.get_buffer("group", **SIZES) is first
-    DeepEPv2Buffer.release_handle()
+    DeepEPv2Buffer.release_handle(handle)
     assert DeepEPv2Buffer.get_buffer("group", **SIZES | {"hidden_size": 512}) is not first
+
+
+def test_a_handle_that_outlived_destroy_is_not_mistaken_for_another():
+    DeepEPv2Buffer.get_buffer("group", **SIZES)
+    lost, held = object(), object()
+    DeepEPv2Buffer.hold_handle(lost)
+    DeepEPv2Buffer.destroy()
+    DeepEPv2Buffer.get_buffer("group", **SIZES)
+    DeepEPv2Buffer.hold_handle(held)
+    DeepEPv2Buffer.release_handle(lost)
+    with pytest.raises(RuntimeError, match="1 dispatch handle"):
+        DeepEPv2Buffer.get_buffer("group", **SIZES | {"hidden_size": 512})
+
+
+def test_a_replaced_buffer_is_announced(caplog):
+    DeepEPv2Buffer.get_buffer("group", **SIZES)
+    DeepEPv2Buffer.get_buffer("group", **SIZES | {"hidden_size": 512})
+    assert "gives way" in caplog.text and "512" in caplog.text
+
+
+def test_r9_missing_gin_names_the_variable(monkeypatch):
+    def refuse(self, group, **sizes):
+        raise AssertionError("NCCL GIN is unavailable")
+
+    monkeypatch.setattr(Recorded, "__init__", refuse)
+    with pytest.raises(RuntimeError, match="EP_DISABLE_GIN=1"):
+        DeepEPv2Buffer.get_buffer("group", **SIZES)
 
 
 def test_a_buffer_that_cannot_be_built_is_not_kept(monkeypatch):

@@ -296,7 +296,7 @@ def life_cycle_facts(rank, world):
 
     dispatcher.dispatch(batch.x, topk)
     facts["failing combine"] = refused(dispatcher.combine, DeepEPv2CombineInput(rows[:1], None))
-    facts["released"] = dispatcher._impl._handle is None and DeepEPv2Buffer._state().live_handles == 0
+    facts["released"] = dispatcher._impl._handle is None and not DeepEPv2Buffer._state().live_handles
     dispatcher.dispatch(batch.x, topk)
     facts["key change"] = refused(DeepEPv2Buffer.get_buffer, group, 512, 2, 64, False)
     dispatcher.combine(DeepEPv2CombineInput(rows, None))

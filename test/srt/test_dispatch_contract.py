@@ -66,11 +66,13 @@ class Facade:
     def find(self, key):
         return self.buffer
 
-    def hold_handle(self):
+    get_or_build = find
+
+    def hold_handle(self, handle):
         self.handles += 1
 
-    def release_handle(self):
-        self.handles -= 1
+    def release_handle(self, handle):
+        self.handles -= handle is not None
 
 
 @pytest.fixture
@@ -164,17 +166,19 @@ def test_r4_collective_arguments_do_not_depend_on_the_batch(make, buffer):
 @pytest.mark.parametrize("extend", [True, False], ids=["prefill", "decode"])
 def test_r4_capacity_is_checked_first(make, buffer, extend):
     dispatcher = make(extend=extend)
-    with pytest.raises(ValueError, match=f"{CAPACITY + 1} tokens .* {CAPACITY}") as refused:
+    with pytest.raises(ValueError, match=f"got {CAPACITY + 1} tokens.* holds {CAPACITY}\\b") as refused:
         dispatcher.dispatch(*routed(CAPACITY + 1))
     assert "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK" in str(refused.value)
     assert not buffer.dispatched
     dispatcher.dispatch(*routed(CAPACITY))
 
 
-def test_r5_routes_are_cast_before_deepep_sees_them(make, buffer):
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("weights_dtype", [torch.bfloat16, torch.float32])
+def test_r5_routes_are_cast_before_deepep_sees_them(make, buffer, ids_dtype, weights_dtype):
     x, routes = routed(4)
-    ids = torch.stack([routes.topk_ids] * 2, -1)[..., 0]
-    weights = torch.stack([routes.topk_weights.bfloat16()] * 2, -1)[..., 0]
+    ids = torch.stack([routes.topk_ids.to(ids_dtype)] * 2, -1)[..., 0]
+    weights = torch.stack([routes.topk_weights.to(weights_dtype)] * 2, -1)[..., 0]
     assert not ids.is_contiguous() and not weights.is_contiguous()
     make().dispatch(x, StandardTopKOutput(weights, ids, None))
     (asked,) = buffer.dispatched
@@ -205,7 +209,7 @@ def test_r2_idle_decode_needs_no_token(make, buffer):
 def test_r1_one_dispatch_at_a_time(make):
     dispatcher = make()
     output = dispatcher.dispatch(*routed(2))
-    with pytest.raises(RuntimeError, match="before combine"):
+    with pytest.raises(RuntimeError, match="handle is unconsumed"):
         dispatcher.dispatch(*routed(2))
     assert dispatcher.facade.handles == 1
     dispatcher.combine(answer(output))
@@ -217,7 +221,7 @@ def test_r1_a_handle_serves_once(make, buffer):
     dispatcher = make()
     output = dispatcher.dispatch(*routed(2))
     dispatcher.combine(answer(output))
-    with pytest.raises(RuntimeError, match="without a dispatch handle"):
+    with pytest.raises(RuntimeError, match="without a valid dispatch handle"):
         dispatcher.combine(answer(output))
     assert dispatcher.facade.handles == 0
 
@@ -257,8 +261,11 @@ def test_rows_without_one_weight_each_are_refused(make, buffer, monkeypatch):
 def test_rows_of_another_backend_are_refused(make):
     dispatcher = make()
     dispatcher.dispatch(*routed(2))
-    with pytest.raises(TypeError, match="expected a DeepEP v2 combine input"):
+    with pytest.raises(TypeError, match="DeepEP v2 combine got an input of format"):
         dispatcher.combine(SimpleNamespace(format=CombineInputFormat.STANDARD))
+    # The dispatch that the call should have answered is over.
+    assert dispatcher.facade.handles == 0
+    dispatcher.dispatch(*routed(2))
 
 
 @pytest.mark.parametrize(
@@ -291,7 +298,7 @@ def test_r5_sizes_that_deepep_cannot_take(make, sizes, message):
 
 @pytest.mark.parametrize(
     ("hidden", "topk", "message"),
-    [(HIDDEN + 256, TOPK, "hidden size mismatch"), (HIDDEN, TOPK + 1, "topk mismatch")],
+    [(HIDDEN + 256, TOPK, "hidden size 512, the layer has 256"), (HIDDEN, TOPK + 1, r"shape \(2, 3\)")],
 )
 def test_another_layers_input_is_refused(make, buffer, hidden, topk, message):
     routes = StandardTopKOutput(torch.ones(2, topk), torch.zeros(2, topk, dtype=torch.int32), None)

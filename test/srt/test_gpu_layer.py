@@ -211,7 +211,7 @@ def test_r2_idle_rank(facts, fp8):
 
 
 def test_r1_handle_serves_once(facts):
-    assert all("before combine" in rank["second_dispatch"] for rank in facts)
+    assert all("handle is unconsumed" in rank["second_dispatch"] for rank in facts)
 
 
 def test_whole_layer_replays_from_a_cuda_graph(world, fp8):

@@ -60,7 +60,7 @@ class TestFillMIndices:
 
     def test_k2_partial_alignment_is_refused(self):
         psum, rows = make_psum((5,))
-        with pytest.raises(AssertionError, match=rf"{rows + 4}.*{ALIGNMENT}"):
+        with pytest.raises(AssertionError, match=rf"{ALIGNMENT}.*{rows + 4}"):
             kernels.fill_m_indices_from_psum(psum, 1, rows + 4, ALIGNMENT)
 
 
@@ -102,7 +102,7 @@ class TestScaleExpandedRows:
         for bad_x, bad_w, reason in (
             (x.int(), weights, "int32"),
             (x[0], weights, "2-D"),
-            (x, weights[:3], "3 entries for 4 rows"),
+            (x, weights[:3], "4 rows, row_weights 3"),
             (x, weights[:, None], "1-D"),
             (x, weights.bfloat16(), "fp32"),
         ):
@@ -219,6 +219,7 @@ class TestSwigluQuant:
             ((gateup, weights[:5], psum), rf"\[{rows}\]"),
             ((gateup, weights.bfloat16(), psum), "fp32"),
             ((gateup, weights, psum.long()), "int32"),
+            ((gateup, weights, torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)[:, 0]), "psum"),
         ):
             with pytest.raises(AssertionError, match=reason):
                 kernels.swiglu_quant_expanded(*bad, ALIGNMENT)
@@ -249,12 +250,22 @@ class TestQuantTokens:
             (x.t(), ids, "contiguous"),
             (x[:, :100].contiguous(), ids, "100"),
             (x, ids.t(), "topk_ids"),
+            (x, ids.to(torch.int16), "int16"),
+            (x, ids[:3], "4 tokens"),
         ):
             with pytest.raises(AssertionError, match=reason):
                 quant_tokens(bad_x, bad_ids)
 
 
 class TestSwigluBf16:
+    def test_any_intermediate_size(self):
+        psum, rows = make_psum((40, 3))
+        gateup, weights = random_rows(rows, 2 * 200), random_weights(rows)
+        got = kernels.swiglu_expanded(gateup, weights, psum, ALIGNMENT)
+        twin = reference.swiglu_expanded(gateup, weights, psum, ALIGNMENT)
+        valid = valid_rows((40, 3), rows)
+        assert ((got.double() - twin.double())[valid].norm() / twin.double()[valid].norm()).item() < 2e-4
+
     @pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "raw"])
     @pytest.mark.parametrize("limit", [None, 0.5])
     def test_equals_the_twin(self, weighted, limit):

@@ -27,7 +27,7 @@ class Buffer:
     """The process-wide buffer's key, and how often it was built."""
 
     def __init__(self):
-        self.key, self.builds = None, 0
+        self.key, self.builds, self.settled = None, 0, 0
 
 
 class RecordingDispatcher(DeepEPv2Dispatcher):
@@ -42,6 +42,9 @@ class RecordingDispatcher(DeepEPv2Dispatcher):
     def prebuild(self) -> None:
         self.buffer.key = self.key
         self.buffer.builds += 1
+
+    def settle_prefill(self) -> None:
+        self.buffer.settled += 1
 
 
 class Layer(FusedMoE):
@@ -75,15 +78,15 @@ def test_r11_builds_once_for_all_layers(buffer, runner):
     model = model_of(RecordingDispatcher(buffer), RecordingDispatcher(buffer))
     decode_cuda_graph_runner = runner and graph_runner(runner)
     maybe_prebuild_deepep_v2_buffers(model=model, decode_cuda_graph_runner=decode_cuda_graph_runner)
-    assert buffer.builds == 1
+    assert (buffer.builds, buffer.settled) == (1, 2)
     maybe_prebuild_deepep_v2_buffers(model=model, decode_cuda_graph_runner=decode_cuda_graph_runner)
     assert buffer.builds == 1
 
 
 def test_r11_captured_decode_graph_has_built_it(buffer):
-    model = model_of(RecordingDispatcher(buffer))
+    model = model_of(RecordingDispatcher(buffer), RecordingDispatcher(buffer))
     maybe_prebuild_deepep_v2_buffers(model=model, decode_cuda_graph_runner=graph_runner(DecodeCudaGraphRunner))
-    assert buffer.builds == 0
+    assert (buffer.builds, buffer.settled) == (0, 2), "no layer decides in the first request"
 
 
 def test_r11_key_tells_of_a_capture_where_the_runner_is_unknown(buffer):
@@ -102,7 +105,7 @@ def test_r11_buffer_of_another_key_is_not_enough(buffer):
 def test_r11_other_backends_are_untouched(buffer, backend, other):
     backend.value = other
     maybe_prebuild_deepep_v2_buffers(model=model_of(RecordingDispatcher(buffer)))
-    assert buffer.builds == 0
+    assert (buffer.builds, buffer.settled) == (0, 0)
 
 
 def test_layers_of_another_dispatcher_are_passed_over(buffer):

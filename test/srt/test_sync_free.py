@@ -10,6 +10,7 @@ LIMIT = "SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES"
 @pytest.fixture(autouse=True)
 def width(monkeypatch):
     monkeypatch.setattr(sync_free, "_widest_intermediate", 0)
+    monkeypatch.setattr(sync_free, "_free_bytes", None)
     monkeypatch.delenv(LIMIT, raising=False)
     sync_free.note_intermediate_size(768)
     sync_free.note_intermediate_size(256)
@@ -71,5 +72,7 @@ def test_without_a_limit_a_share_of_the_free_memory_counts(monkeypatch):
     free["bytes"] = 4 * needed
     assert sync_free.refusal(1024, 2048, True) is None
     free["bytes"] = 4 * needed - 4
+    assert sync_free.refusal(1024, 2048, True) is None, "later layers decide as the first one did"
+    monkeypatch.setattr(sync_free, "_free_bytes", None)
     refusal = sync_free.refusal(1024, 2048, True)
     assert str(needed) in refusal and LIMIT in refusal and "25%" in refusal

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend
-from sglang.srt.utils import log_info_on_rank0
 
 if TYPE_CHECKING:
     import torch.nn as nn
-
-logger = logging.getLogger(__name__)
 
 
 def _decode_graph_is_captured(decode_cuda_graph_runner: Any) -> bool:
@@ -29,23 +25,29 @@ def maybe_prebuild_deepep_v2_buffers(*, model: nn.Module, decode_cuda_graph_runn
     Building allocates the symmetric memory and meets every rank in an NCCL barrier, so all ranks of a model call
     this at the same point of start-up. The buffer is process-wide: one dispatcher builds it for every MoE layer.
 
-    Nothing is built when the a2a backend is not deepep_v2, when a decode graph was captured (its dispatches built the
-    buffer), or when a buffer with this model's key exists.
+    Every layer also decides and logs here how its prefill runs. Nothing is built when the a2a backend is not deepep_v2,
+    when a decode graph was captured (its dispatches built the buffer), or when a buffer with this model's key exists.
 
     Args:
         model: the loaded model; its ``FusedMoE`` layers own the dispatchers.
         decode_cuda_graph_runner: the decode graph runner, an ``EagerRunner`` where nothing was captured, or None
-            where the caller does not know; the buffer's key decides then.
+            where the caller does not know (SGLang 0.5.23's call); the buffer's key decides then.
+
+    Raises:
+        ValueError: sync-free prefill needs more than ``SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES``.
     """
-    if not get_moe_a2a_backend().is_deepep_v2() or _decode_graph_is_captured(decode_cuda_graph_runner):
+    if not get_moe_a2a_backend().is_deepep_v2():
         return
 
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.layers.moe.token_dispatcher.deepep_v2 import DeepEPv2Dispatcher
 
-    dispatchers = (module.dispatcher for module in model.modules() if isinstance(module, FusedMoE))
-    dispatcher = next((d for d in dispatchers if isinstance(d, DeepEPv2Dispatcher)), None)
-    if dispatcher is None or dispatcher.buffer_is_built():
+    layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
+    dispatchers = [layer.dispatcher for layer in layers if isinstance(layer.dispatcher, DeepEPv2Dispatcher)]
+    if not dispatchers:
         return
-    dispatcher.prebuild()
-    log_info_on_rank0(logger, "Prebuilt the DeepEP v2 ElasticBuffer.")
+    if not _decode_graph_is_captured(decode_cuda_graph_runner) and not dispatchers[0].buffer_is_built():
+        dispatchers[0].prebuild()
+    # A layer that cannot prefill as configured must not be found out by a request.
+    for dispatcher in dispatchers:
+        dispatcher.settle_prefill()

@@ -8,8 +8,16 @@ import inspect
 import logging
 
 import torch
+from sglang.srt.distributed.device_communicators.pynccl_allocator import (
+    disable_symmetric_memory_context,
+    restore_symmetric_memory_context,
+)
 from sglang.srt.layers.deep_gemm_wrapper import compile_utils
-from sglang.srt.layers.deep_gemm_wrapper.configurer import DEEPGEMM_SCALE_UE8M0, ENABLE_JIT_DEEPGEMM
+from sglang.srt.layers.deep_gemm_wrapper.configurer import (
+    DEEPGEMM_BLACKWELL,
+    DEEPGEMM_SCALE_UE8M0,
+    ENABLE_JIT_DEEPGEMM,
+)
 from sglang.srt.utils import get_available_gpu_memory
 
 logger = logging.getLogger(__name__)
@@ -37,13 +45,27 @@ def unsupported_reason(expert_alignment: int) -> str | None:
         return "DeepGEMM is not available"
     for name in ("m_grouped_fp8_gemm_nt_contiguous", "m_grouped_bf16_gemm_nt_contiguous"):
         function = getattr(deep_gemm, name, None)
-        if function is None or "use_psum_layout" not in inspect.signature(function).parameters:
+        if function is None or "use_psum_layout" not in _keywords(function):
             return f"deep_gemm.{name} has no use_psum_layout"
-    alignment = deep_gemm.get_mk_alignment_for_contiguous_layout()
-    alignment = alignment[0] if isinstance(alignment, tuple) else alignment
+    if DEEPGEMM_SCALE_UE8M0 and not DEEPGEMM_BLACKWELL:
+        return "DeepGEMM's psum layout was not checked on SM120"
+    alignment = _row_alignment()
     if alignment != expert_alignment:
         return f"DeepGEMM aligns experts to {alignment} rows, dispatch to {expert_alignment}"
     return None
+
+
+def _keywords(function) -> str:
+    """The signature's text; a compiled function states it in its docstring only."""
+    try:
+        return str(inspect.signature(function))
+    except (TypeError, ValueError):
+        return function.__doc__ or ""
+
+
+def _row_alignment() -> int:
+    alignment = deep_gemm.get_mk_alignment_for_contiguous_layout()
+    return alignment[0] if isinstance(alignment, tuple) else alignment
 
 
 def announce_max_rows(rows: int) -> None:
@@ -102,14 +124,14 @@ def _warm_up(key: tuple, rows: int) -> None:
 
     The psum is zero, so a launch compiles its kernel and computes nothing.
     """
+    if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
+        return
     _warmed.add(key)
     # SGLang's own switches: off by SGLANG_JIT_DEEPGEMM_PRECOMPILE=0, and only the node's first rank compiles.
     if not (ENABLE_JIT_DEEPGEMM and compile_utils._ENABLE_JIT_DEEPGEMM_PRECOMPILE and compile_utils._DO_COMPILE_ALL):
         return
-    if torch.cuda.is_current_stream_capturing():
-        return
     kind, experts, n, k = key
-    alignment = deep_gemm.get_mk_alignment_for_contiguous_layout()
+    alignment = _row_alignment()
     max_rows = max(rows, _max_rows)
     row_bytes = (k + k // 32 if kind == "fp8" else 2 * k) + 2 * n
     weight_bytes = experts * n * k * (1 if kind == "fp8" else 2)
@@ -131,7 +153,14 @@ def _warm_up(key: tuple, rows: int) -> None:
         return
     logger.info("DeepEP v2 psum GEMM warm-up: %s n=%d k=%d experts=%d rows<=%d", kind, n, k, experts, row_counts[-1])
     with compile_utils._local_rank_compile_lock(_LockName(f"PSUM_{kind.upper()}"), n, k, experts):
-        _compile(kind, experts, n, k, row_counts)
+        # One rank compiles alone, so nothing of it may come from memory that ranks allocate together.
+        symmetric = disable_symmetric_memory_context()
+        try:
+            _compile(kind, experts, n, k, row_counts)
+        finally:
+            restore_symmetric_memory_context(symmetric)
+            # The buffers are large and never needed again.
+            torch.cuda.empty_cache()
 
 
 class _LockName:

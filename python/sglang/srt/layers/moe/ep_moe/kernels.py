@@ -78,9 +78,12 @@ def fill_m_indices_from_psum(
         AssertionError: ``total_rows`` is not a multiple of ``expert_alignment``.
     """
     assert total_rows % expert_alignment == 0, (
-        f"total_rows {total_rows} is not a multiple of expert_alignment {expert_alignment}"
+        f"expert_alignment {expert_alignment} does not divide total_rows {total_rows}"
     )
     psum = psum_num_recv_tokens_per_expert
+    assert psum.dtype == torch.int32 and psum.shape == (num_local_experts,) and psum.is_contiguous(), (
+        f"psum must be contiguous int32 [{num_local_experts}], got {psum.dtype} {tuple(psum.shape)}"
+    )
     if not runs_triton(psum):
         return reference.fill_m_indices_from_psum(psum, num_local_experts, total_rows, expert_alignment)
     labels = torch.empty(total_rows, device=psum.device, dtype=torch.int32)
@@ -139,7 +142,7 @@ def scale_expanded_rows_(x: torch.Tensor, row_weights: torch.Tensor) -> torch.Te
     assert row_weights.dtype == torch.float32, f"row_weights must be fp32, got {row_weights.dtype}"
     assert row_weights.dim() == 1, f"row_weights must be 1-D, got shape {tuple(row_weights.shape)}"
     rows, cols = x.shape
-    assert row_weights.numel() == rows, f"row_weights has {row_weights.numel()} entries for {rows} rows of x"
+    assert row_weights.numel() == rows, f"x has {rows} rows, row_weights {row_weights.numel()}"
     if rows == 0 or cols == 0:
         return x
     if not runs_triton(x):
@@ -328,12 +331,12 @@ def _swiglu_kernel(
 _launch_swiglu = ResolvedLaunch(_swiglu_kernel)
 
 
-def _check_swiglu(gateup, row_weights, psum):
+def _check_swiglu(gateup, row_weights, psum, multiple):
     assert gateup.dim() == 2 and gateup.is_contiguous(), f"gateup must be 2-D contiguous, got {tuple(gateup.shape)}"
     assert gateup.dtype == torch.bfloat16, f"gateup must be bf16, got {gateup.dtype}"
     rows, width = gateup.shape
-    assert width % (2 * QUANT_GROUP) == 0, f"intermediate size {width // 2} is not a multiple of {QUANT_GROUP}"
-    assert psum.dtype == torch.int32 and psum.dim() == 1, (
+    assert width % (2 * multiple) == 0, f"intermediate size {width // 2} is not a multiple of {multiple}"
+    assert psum.dtype == torch.int32 and psum.dim() == 1 and psum.is_contiguous(), (
         f"psum must be 1-D int32, got {psum.dtype} {tuple(psum.shape)}"
     )
     if row_weights is not None:
@@ -407,7 +410,7 @@ def swiglu_quant_expanded(
         AssertionError: a shape, dtype or layout that the kernel does not take.
     """
     psum = psum_num_recv_tokens_per_expert
-    rows, intermediate = _check_swiglu(gateup, row_weights, psum)
+    rows, intermediate = _check_swiglu(gateup, row_weights, psum, QUANT_GROUP)
     if not runs_triton(gateup):
         return reference.swiglu_quant_expanded(
             gateup,
@@ -456,7 +459,7 @@ def swiglu_expanded(
         AssertionError: a shape, dtype or layout that the kernel does not take.
     """
     psum = psum_num_recv_tokens_per_expert
-    rows, intermediate = _check_swiglu(gateup, row_weights, psum)
+    rows, intermediate = _check_swiglu(gateup, row_weights, psum, 1)
     if not runs_triton(gateup):
         return reference.swiglu_expanded(gateup, row_weights, psum, expert_alignment, swiglu_limit=swiglu_limit)
     out = torch.empty((rows, intermediate), device=gateup.device, dtype=torch.bfloat16)

@@ -19,7 +19,7 @@ def fill_m_indices_from_psum(
 ) -> torch.Tensor:
     """Twin of :func:`kernels.fill_m_indices_from_psum`: ``[total_rows]`` int32 labels, -1 behind the last expert."""
     assert total_rows % expert_alignment == 0, (
-        f"total_rows {total_rows} is not a multiple of expert_alignment {expert_alignment}"
+        f"expert_alignment {expert_alignment} does not divide total_rows {total_rows}"
     )
     psum = psum_num_recv_tokens_per_expert
     segment_ends = (psum.to(torch.int64) + expert_alignment - 1) // expert_alignment * expert_alignment
@@ -41,7 +41,7 @@ def _tma_aligned(scale: torch.Tensor) -> torch.Tensor:
 
 
 def quant_tokens(x: torch.Tensor, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Twin of :func:`kernels.quant_tokens`: ``(q, scale, ids)`` with the same layouts."""
+    """Twin of :func:`token_quant.quant_tokens`: ``(q, scale, ids)`` with the same layouts."""
     grouped = x.float().view(x.shape[0], x.shape[1] // _GROUP, _GROUP)
     amax = grouped.abs().amax(-1).clamp(min=_AMAX_FLOOR)
     q = (

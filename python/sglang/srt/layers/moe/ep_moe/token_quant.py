@@ -10,7 +10,7 @@ from sglang.srt.layers.moe.ep_moe import kernels_reference as reference
 from sglang.srt.layers.moe.ep_moe.kernels import AMAX_FLOOR, FP8_MAX, QUANT_GROUP
 from sglang.srt.layers.moe.ep_moe.launch import ResolvedLaunch, runs_triton
 
-# Rows x 128-column groups of one tile, and its warps.
+# Rows x 128-column groups of one tile, and its warps: not swept, the kernel takes 1 % of a layer.
 BLOCK_M = 4
 GROUPS = 8
 WARPS = 4
@@ -78,6 +78,8 @@ def quant_tokens(x: torch.Tensor, topk_ids: torch.Tensor) -> tuple[torch.Tensor,
     assert x.dtype == torch.bfloat16 and x.is_contiguous(), f"x must be contiguous bf16, got {x.dtype} {x.stride()}"
     assert topk_ids.is_contiguous(), f"topk_ids must be contiguous, got strides {topk_ids.stride()}"
     tokens, hidden = x.shape
+    assert topk_ids.dtype in (torch.int32, torch.int64), f"topk_ids must be int32 or int64, got {topk_ids.dtype}"
+    assert topk_ids.dim() == 2 and topk_ids.shape[0] == tokens, f"{tokens} tokens, ids of {tuple(topk_ids.shape)}"
     assert hidden % QUANT_GROUP == 0, f"hidden size {hidden} is not a multiple of {QUANT_GROUP}"
     if not runs_triton(x):
         return reference.quant_tokens(x, topk_ids)

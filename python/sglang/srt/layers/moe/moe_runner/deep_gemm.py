@@ -52,14 +52,12 @@ class ExpandedPrefill:
         psum: ``[local experts]`` int32, DeepEP's expanded psum.
         expert_alignment: rows to which each expert's segment is rounded up.
         row_weights: ``[rows]`` fp32 router weights; None when the caller wants raw rows.
-        use_psum_layout: the psum pipeline, else the labels pipeline.
         weighted: the rows already carry their router weight.
     """
 
     psum: torch.Tensor
     expert_alignment: int
     row_weights: torch.Tensor | None
-    use_psum_layout: bool
     weighted: bool = False
 
 
@@ -94,7 +92,7 @@ class DeepGemmRunnerCore(upstream.DeepGemmRunnerCore):
             )
         if runner_input.hidden_states.shape[0] == 0:
             output = self._empty_output(runner_input, quant_info)
-        elif expanded.use_psum_layout:
+        elif runner_input.use_psum_layout:
             output = self._run_psum(runner_input, quant_info, expanded)
         elif runner_input.hidden_states_scale is None:
             output = self._run_bf16_contiguous_gemm(runner_input, quant_info, running_state)
@@ -121,7 +119,8 @@ class DeepGemmRunnerCore(upstream.DeepGemmRunnerCore):
         if scale_in is None:
             psum_gemm.grouped_gemm_bf16(rows_in, w13, gateup, psum)
             _dispose(rows_in)
-            down_input = kernels.swiglu_expanded(*activation, swiglu_limit=self.swiglu_limit)
+            # No limit: SGLang's bf16 experts have none in its other layouts, decode included.
+            down_input = kernels.swiglu_expanded(*activation)
             del gateup, activation
             output = torch.empty((rows, w2.shape[1]), device=down_input.device, dtype=torch.bfloat16)
             psum_gemm.grouped_gemm_bf16(down_input, w2, output, psum)
@@ -239,7 +238,6 @@ def pre_permute_deepep_v2_to_deep_gemm(
         psum=psum,
         expert_alignment=dispatch_output.expert_alignment,
         row_weights=None if runner_config.no_combine else dispatch_output.topk_weights,
-        use_psum_layout=use_psum_layout,
     )
     if use_psum_layout:
         rows_to_experts = psum

@@ -10,7 +10,6 @@ off; decode is expanded and masked. An expanded prefill runs in one of two pipel
 from __future__ import annotations
 
 import logging
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,8 +22,11 @@ from sglang.srt.layers.moe.token_dispatcher.base import (
     CombineInput,
     CombineInputFormat,
     DispatchOutput,
-    DispatchOutputFormat,
-    RoutewiseLayout,
+)
+from sglang.srt.layers.moe.token_dispatcher.deepep_v2_formats import (
+    SCALE_BLOCK_SIZE,
+    DeepEPv2CombineInput,
+    DeepEPv2DispatchOutput,
 )
 from sglang.srt.layers.moe.token_dispatcher.elastic_buffer import (
     DeepEPv2Buffer,
@@ -38,7 +40,6 @@ from sglang.srt.runtime_context import get_parallel
 
 logger = logging.getLogger(__name__)
 
-_SCALE_BLOCK_SIZE = 128
 # DeepGEMM derives each expert's first row from the same number.
 _EXPERT_ALIGNMENT = 128
 _MAX_TOPK = 32
@@ -56,66 +57,6 @@ if use_deepep_v2:
         _fp8_quant_import_error = error
 
 
-class DeepEPv2DispatchOutput(NamedTuple):
-    """What dispatch hands to the MoE runner.
-
-    Attributes:
-        hidden_states: ``[rows, hidden]`` float8_e4m3fn or bf16.
-        hidden_states_scale: ``[rows, hidden / 128]`` fp32, or packed UE8M0 int32, or MXFP8 groups of 32; None: bf16.
-        topk_ids: ``[rows, topk]`` int64 receiver-local expert ids or -1; None when expanded.
-        topk_weights: ``[rows]`` fp32 when expanded, else ``[rows, topk]`` fp32.
-        psum_num_recv_tokens_per_expert: ``[local experts]`` int32, on the device.
-        is_expanded: one row per (token, local expert), grouped by expert.
-        use_masked_gemm: decode, the rows go through a fixed-height slab.
-        expected_m: rows per expert that the masked GEMM is scheduled for.
-        masked_max_m: slab height per expert.
-        total_expanded: rows of the receive buffer in the masked case.
-        expert_alignment: rows to which each expert's segment is rounded up.
-        activation_scale_block_size: elements of hidden that share one scale.
-        use_psum_layout: the scales are laid out for the psum pipeline.
-    """
-
-    hidden_states: torch.Tensor
-    hidden_states_scale: torch.Tensor | None
-    topk_ids: torch.Tensor | None
-    topk_weights: torch.Tensor
-    psum_num_recv_tokens_per_expert: torch.Tensor | None = None
-    is_expanded: bool = False
-    use_masked_gemm: bool = False
-    expected_m: int = 0
-    masked_max_m: int = 0
-    total_expanded: int = 0
-    expert_alignment: int = 128
-    activation_scale_block_size: int = _SCALE_BLOCK_SIZE
-    use_psum_layout: bool = False
-
-    @property
-    def format(self) -> DispatchOutputFormat:
-        return DispatchOutputFormat.DEEPEP_V2
-
-
-class DeepEPv2CombineInput(NamedTuple):
-    """What the MoE runner hands to combine.
-
-    Attributes:
-        hidden_states: ``[rows, hidden]`` bf16, rows of the dispatch they answer, already weighted when expanded.
-        topk_weights: ``[rows, topk]`` fp32 of a non-expanded dispatch, only transported; None when expanded.
-        routewise_layout: set when a routewise finaliser still has to run.
-    """
-
-    hidden_states: torch.Tensor
-    topk_weights: torch.Tensor | None
-    routewise_layout: RoutewiseLayout | None = None
-
-    @property
-    def format(self) -> CombineInputFormat:
-        return CombineInputFormat.DEEPEP_V2
-
-
-assert isinstance(DeepEPv2DispatchOutput, DispatchOutput)
-assert isinstance(DeepEPv2CombineInput, CombineInput)
-
-
 def _ensure_fp8_quant_available() -> None:
     require(buffer_class())
     if sglang_per_token_group_quant_fp8 is None:
@@ -128,10 +69,10 @@ def _ensure_fp8_quant_available() -> None:
 _logged_decisions: set[str] = set()
 
 
-def _log_once(message: str) -> None:
+def _log_once(message: str, level: int = logging.INFO) -> None:
     if message not in _logged_decisions:
         _logged_decisions.add(message)
-        logger.info(message)
+        logger.log(level, message)
 
 
 class _DeepEPv2Impl:
@@ -145,7 +86,7 @@ class _DeepEPv2Impl:
         scale_format: DeepEPv2Fp8ScaleFormat,
         num_max_dispatch_tokens_per_rank: int,
         use_fp8_dispatch: bool,
-        activation_scale_block_size: int = _SCALE_BLOCK_SIZE,
+        activation_scale_block_size: int = SCALE_BLOCK_SIZE,
     ):
         self.group = group
         self.router_topk = router_topk
@@ -165,7 +106,7 @@ class _DeepEPv2Impl:
         self._validate_shape()
 
         self._prefill_expand_enabled = envs.SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND.get()
-        self._psum_refusal = self._find_psum_refusal()
+        self._psum_refusal = self._find_psum_refusal() if self._prefill_expand_enabled else None
         self._use_psum_pipeline = self._prefill_expand_enabled and self._psum_refusal is None
         self._sync_free_wanted = envs.SGLANG_DEEPEP_V2_ENABLE_SYNC_FREE_PREFILL.get()
         # None until the first use: the memory that sync-free buffers may take is known once the model is loaded.
@@ -191,12 +132,21 @@ class _DeepEPv2Impl:
     def _find_psum_refusal(self) -> str | None:
         if not envs.SGLANG_DEEPEP_V2_ENABLE_PSUM_PIPELINE.get():
             return "SGLANG_DEEPEP_V2_ENABLE_PSUM_PIPELINE=0"
-        if self.activation_scale_block_size != _SCALE_BLOCK_SIZE:
+        if self.activation_scale_block_size != SCALE_BLOCK_SIZE:
             return f"scale groups of {self.activation_scale_block_size} elements, the psum kernels take 128"
         # deep_gemm_wrapper reads the device at import, so not at this module's top.
         from sglang.srt.layers.deep_gemm_wrapper import psum
 
         return psum.unsupported_reason(_EXPERT_ALIGNMENT)
+
+    def _decide_sync_free(self, rows: int) -> tuple[bool, str]:
+        """Whether prefill runs without a host sync, and why."""
+        if not self._sync_free_wanted:
+            return False, "SGLANG_DEEPEP_V2_ENABLE_SYNC_FREE_PREFILL=0"
+        if not self._use_psum_pipeline:
+            return False, "the psum pipeline is off"
+        refusal = sync_free.refusal(rows, self.hidden_size, self.use_fp8_dispatch)
+        return refusal is None, refusal or "capacity-sized buffers"
 
     def _decide_prefill(self) -> bool:
         """Whether prefill runs without a host sync; says once which pipeline was taken and why."""
@@ -207,12 +157,11 @@ class _DeepEPv2Impl:
             self.num_local_experts,
             _EXPERT_ALIGNMENT,
         )
-        free, reason = False, "SGLANG_DEEPEP_V2_ENABLE_SYNC_FREE_PREFILL=0"
-        if self._sync_free_wanted:
-            reason = "the psum pipeline is off"
-            if self._use_psum_pipeline:
-                reason = sync_free.refusal(rows, self.hidden_size, self.use_fp8_dispatch)
-                free = reason is None
+        if self._use_psum_pipeline:
+            # DeepGEMM's alignment is a runtime setting, so what construction saw is asked once more.
+            self._psum_refusal = self._find_psum_refusal()
+            self._use_psum_pipeline = self._psum_refusal is None
+        free, reason = self._decide_sync_free(rows)
         if self._use_psum_pipeline:
             from sglang.srt.layers.deep_gemm_wrapper import psum
 
@@ -225,12 +174,19 @@ class _DeepEPv2Impl:
         _log_once(
             f"DeepEP v2 prefill: pipeline={pipeline} sync={'free' if free else 'cpu'} "
             f"transport={buffer_class().transport} dtype={'fp8' if self.use_fp8_dispatch else 'bf16'} "
-            f"reason={why}; sync: {'capacity-sized buffers' if free else reason}"
+            f"reason={why}; sync: {reason}"
         )
         if self._prefill_expand_enabled and self.scale_format.ue8m0:
             _log_once(
-                "DeepEP v2: expanded prefill has not been validated on a GPU with UE8M0 scales; "
-                "SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND=0 turns it off."
+                "DeepEP v2 prefill: the expanded layout has not been validated on a GPU with UE8M0 scales; "
+                "SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND=0 turns it off.",
+                logging.WARNING,
+            )
+        if self._prefill_expand_enabled and envs.SGLANG_DEEPEP_V2_TRACE_CONTIG.get():
+            _log_once(
+                "DeepEP v2 prefill: SGLANG_DEEPEP_V2_TRACE_CONTIG traces SGLang's own runner, which expanded prefill "
+                "does not take here.",
+                logging.WARNING,
             )
         self._prefill_is_sync_free = free
         return free
@@ -248,12 +204,15 @@ class _DeepEPv2Impl:
         return self._buffer_key
 
     def _get_buffer(self):
-        buffer = DeepEPv2Buffer.find(self._key())
-        return buffer if buffer is not None else DeepEPv2Buffer.get_buffer(*self._key()[:6])
+        return DeepEPv2Buffer.get_or_build(self._key())
 
     def prebuild_buffer(self) -> None:
         """Build the buffer and settle the prefill pipeline now, so that the first request waits for neither."""
         self._get_buffer()
+        self.settle_prefill()
+
+    def settle_prefill(self) -> None:
+        """Decide how prefill runs, once."""
         if self._prefill_is_sync_free is None:
             self._decide_prefill()
 
@@ -264,18 +223,18 @@ class _DeepEPv2Impl:
     def _validate_common(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor) -> None:
         if hidden_states.shape[0] > self.num_max_dispatch_tokens_per_rank:
             raise ValueError(
-                f"DeepEP v2 dispatch of {hidden_states.shape[0]} tokens exceeds the per-rank buffer capacity "
+                f"DeepEP v2 dispatch got {hidden_states.shape[0]} tokens, a rank's buffer holds "
                 f"{self.num_max_dispatch_tokens_per_rank}. Raise SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK "
                 "or lower --chunked-prefill-size, --max-prefill-tokens or --cuda-graph-max-bs-decode."
             )
         if hidden_states.shape[1] != self.hidden_size:
             raise ValueError(
-                f"DeepEP v2 hidden size mismatch: expected {self.hidden_size}, got {hidden_states.shape[1]}"
+                f"DeepEP v2 dispatch got hidden size {hidden_states.shape[1]}, the layer has {self.hidden_size}"
             )
         if topk_ids.shape != (hidden_states.shape[0], self.router_topk):
             raise ValueError(
-                f"DeepEP v2 topk mismatch: expected ids of shape {(hidden_states.shape[0], self.router_topk)}, "
-                f"got {tuple(topk_ids.shape)}"
+                f"DeepEP v2 dispatch got expert ids of shape {tuple(topk_ids.shape)}, the tokens need "
+                f"{(hidden_states.shape[0], self.router_topk)}"
             )
 
     def _masked_token_capacity(self, local_tokens: int, ep_group_size: int) -> int:
@@ -327,7 +286,7 @@ class _DeepEPv2Impl:
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: TopKOutput) -> DeepEPv2DispatchOutput:
         if self._handle is not None:
-            raise RuntimeError("DeepEP v2 dispatch called before combine consumed the previous dispatch's handle")
+            raise RuntimeError("DeepEP v2 dispatch: the previous dispatch's handle is unconsumed, combine comes first")
         topk_ids, topk_weights = topk_output.topk_ids, topk_output.topk_weights
         self._validate_common(hidden_states, topk_ids)
         if not topk_ids.is_contiguous():
@@ -338,11 +297,10 @@ class _DeepEPv2Impl:
         is_decode = not get_is_extend_in_batch()
         use_masked = is_decode
         use_expand_layout = is_decode or self._prefill_expand_enabled
+        if not is_decode:
+            self.settle_prefill()
         use_psum_layout = self._use_psum_pipeline and not is_decode
-        do_cpu_sync = not is_decode
-        if do_cpu_sync:
-            sync_free_prefill = self._prefill_is_sync_free
-            do_cpu_sync = not (self._decide_prefill() if sync_free_prefill is None else sync_free_prefill)
+        do_cpu_sync = not (is_decode or self._prefill_is_sync_free)
 
         local_tokens = hidden_states.shape[0]
         self._pad_empty_combine = do_cpu_sync and local_tokens == 0
@@ -399,33 +357,37 @@ class _DeepEPv2Impl:
 
         self._hold(buffer, handle)
         return DeepEPv2DispatchOutput(
-            recv_hidden_states,
-            recv_scale,
-            recv_topk_idx,
-            recv_topk_weights,
-            handle.psum_num_recv_tokens_per_expert,
-            use_expand_layout,
-            use_masked,
-            expected_m,
-            masked_max_m,
-            total_expanded,
-            _EXPERT_ALIGNMENT,
-            self.activation_scale_block_size,
-            use_psum_layout,
+            hidden_states=recv_hidden_states,
+            hidden_states_scale=recv_scale,
+            topk_ids=recv_topk_idx,
+            topk_weights=recv_topk_weights,
+            psum_num_recv_tokens_per_expert=handle.psum_num_recv_tokens_per_expert,
+            is_expanded=use_expand_layout,
+            use_masked_gemm=use_masked,
+            expected_m=expected_m,
+            masked_max_m=masked_max_m,
+            total_expanded=total_expanded,
+            expert_alignment=_EXPERT_ALIGNMENT,
+            activation_scale_block_size=self.activation_scale_block_size,
+            use_psum_layout=use_psum_layout,
         )
 
     def _hold(self, buffer, handle) -> None:
         self._buffer, self._handle = buffer, handle
-        DeepEPv2Buffer.hold_handle()
+        DeepEPv2Buffer.hold_handle(handle)
 
     def _release(self) -> None:
+        DeepEPv2Buffer.release_handle(self._handle)
         self._buffer = self._handle = None
         self._pad_empty_combine = False
-        DeepEPv2Buffer.release_handle()
+
+    def abandon(self) -> None:
+        """Give up a dispatch that will not be combined, if there is one."""
+        self._release()
 
     def combine(self, combine_input: DeepEPv2CombineInput) -> torch.Tensor:
         if self._handle is None:
-            raise RuntimeError("DeepEP v2 combine called without a dispatch handle: dispatch first, combine once")
+            raise RuntimeError("DeepEP v2 combine without a valid dispatch handle: dispatch first, combine once")
         try:
             if combine_input.routewise_layout is not None:
                 raise ValueError(
@@ -470,7 +432,7 @@ class DeepEPv2Dispatcher(BaseDispatcher):
         hidden_size: int,
         params_dtype: torch.dtype,
         use_fp8_dispatch: bool,
-        activation_scale_block_size: int = _SCALE_BLOCK_SIZE,
+        activation_scale_block_size: int = SCALE_BLOCK_SIZE,
     ):
         super().__init__()
         if params_dtype != torch.bfloat16:
@@ -506,7 +468,9 @@ class DeepEPv2Dispatcher(BaseDispatcher):
             RuntimeError: nothing was dispatched.
         """
         if combine_input.format != CombineInputFormat.DEEPEP_V2:
-            raise TypeError(f"expected a DeepEP v2 combine input, got {combine_input.format}")
+            # The dispatch that this call should have answered is over.
+            self._impl.abandon()
+            raise TypeError(f"DeepEP v2 combine got an input of format {combine_input.format}")
         return self._impl.combine(combine_input)
 
     def prebuild(self) -> None:
@@ -516,3 +480,11 @@ class DeepEPv2Dispatcher(BaseDispatcher):
     def buffer_is_built(self) -> bool:
         """Whether the process-wide buffer already stands under this layer's key."""
         return self._impl.buffer_is_built()
+
+    def settle_prefill(self) -> None:
+        """Decide and log now how this layer's prefill will run.
+
+        Raises:
+            ValueError: sync-free prefill needs more than ``SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES``.
+        """
+        self._impl.settle_prefill()

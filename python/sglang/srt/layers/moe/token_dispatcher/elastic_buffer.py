@@ -145,6 +145,7 @@ def build(cls: type, group: dist.ProcessGroup, required: dict[str, Any], optiona
 
     Raises:
         TypeError: the class does not take a required keyword; the message names it and DeepEP's version.
+        RuntimeError: NCCL's GPU-initiated networking could not start; the message names the variable.
     """
     accepted = _accepted(cls)
     if accepted is not None:
@@ -155,7 +156,15 @@ def build(cls: type, group: dist.ProcessGroup, required: dict[str, Any], optiona
                 "this backend was written for deep_ep 2.0 to 2.5"
             )
         optional = {name: value for name, value in optional.items() if name in accepted}
-    return cls(group, **required, **optional)
+    try:
+        return cls(group, **required, **optional)
+    except Exception as error:
+        if "GIN" not in str(error):
+            raise
+        raise RuntimeError(
+            f"DeepEP v2 could not start NCCL's GPU-initiated networking: {error}. On one node EP_DISABLE_GIN=1 does "
+            "without it; across nodes the NICs and NCCL must support it (`sglang-deepep-v2 doctor`)."
+        ) from error
 
 
 def get_allow_hybrid_mode() -> bool:
@@ -173,7 +182,7 @@ class DeepEPv2Buffer:
         buffers = get_resources().buffers
         state = buffers.get(cls._STATE_KEY)
         if state is None:
-            state = buffers[cls._STATE_KEY] = SimpleNamespace(buffer=None, key=None, live_handles=0)
+            state = buffers[cls._STATE_KEY] = SimpleNamespace(buffer=None, key=None, live_handles=set())
         return state
 
     @staticmethod
@@ -231,6 +240,11 @@ class DeepEPv2Buffer:
         key = cls.make_key(
             group, hidden_size, router_topk, num_max_dispatch_tokens_per_rank, use_fp8_dispatch, allow_hybrid_mode
         )
+        return cls.get_or_build(key)
+
+    @classmethod
+    def get_or_build(cls, key: tuple):
+        """The buffer of a key of :meth:`make_key`; raises as :meth:`get_buffer` does."""
         buffer = cls.find(key)
         return buffer if buffer is not None else cls._build(key)
 
@@ -240,9 +254,16 @@ class DeepEPv2Buffer:
         state = cls._state()
         if state.live_handles:
             raise RuntimeError(
-                f"DeepEP v2 cannot rebuild its buffer for {key[1:]}: {state.live_handles} dispatch handle(s) of the "
-                f"buffer for {state.key[1:]} still wait for combine. All MoE layers of a process need one hidden "
+                f"DeepEP v2 cannot rebuild its buffer for {key[1:]}: {len(state.live_handles)} dispatch handle(s) of "
+                f"the buffer for {state.key[1:]} still wait for combine. All MoE layers of a process need one hidden "
                 "size, topk, dtype and mode."
+            )
+        if state.buffer is not None:
+            logger.warning(
+                "DeepEP v2 buffer: the one for %s gives way to one for %s; captured graphs that use it break, and "
+                "layers that alternate rebuild it every time.",
+                state.key[1:],
+                key[1:],
             )
         # The old buffer's memory must be free before the new one is registered.
         cls.destroy()
@@ -251,8 +272,14 @@ class DeepEPv2Buffer:
         buffer = build(
             cls_to_build,
             group,
-            required=dict(num_max_tokens_per_rank=capacity, hidden=hidden, num_topk=topk, use_fp8_dispatch=fp8),
-            optional=dict(allow_hybrid_mode=hybrid, sl_idx=0, prefer_overlap_with_compute=False),
+            required=dict(
+                num_max_tokens_per_rank=capacity,
+                hidden=hidden,
+                num_topk=topk,
+                use_fp8_dispatch=fp8,
+                allow_hybrid_mode=hybrid,
+            ),
+            optional=dict(sl_idx=0, prefer_overlap_with_compute=False),
         )
         # Published only once every rank has constructed it.
         state.buffer, state.key = buffer, key
@@ -270,19 +297,18 @@ class DeepEPv2Buffer:
         return buffer
 
     @classmethod
-    def hold_handle(cls) -> None:
-        """Count a dispatch handle that waits for its combine."""
-        cls._state().live_handles += 1
+    def hold_handle(cls, handle) -> None:
+        """Record a dispatch handle that waits for its combine."""
+        cls._state().live_handles.add(id(handle))
 
     @classmethod
-    def release_handle(cls) -> None:
-        """Forget a handle; one that outlived ``destroy`` is no longer counted."""
-        state = cls._state()
-        state.live_handles = max(0, state.live_handles - 1)
+    def release_handle(cls, handle) -> None:
+        """Forget a handle; one that outlived ``destroy`` is not known any more."""
+        cls._state().live_handles.discard(id(handle))
 
     @classmethod
     def destroy(cls) -> None:
         """Drop the buffer; its memory goes back when its last reference does."""
         state = cls._state()
         state.buffer = state.key = None
-        state.live_handles = 0
+        state.live_handles = set()

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 DEFAULT_FREE_MEMORY_SHARE = 0.25
 
 _widest_intermediate = 0
+# Free bytes at the first decision: layers of one process must not decide by what the others left.
+_free_bytes: int | None = None
 
 
 def note_intermediate_size(intermediate_size: int) -> None:
@@ -56,8 +58,10 @@ def refusal(rows: int, hidden: int, fp8: bool) -> str | None:
         return None
     if not torch.cuda.is_available():
         return None
-    free, _ = torch.cuda.mem_get_info()
-    allowed = int(free * DEFAULT_FREE_MEMORY_SHARE)
+    global _free_bytes
+    if _free_bytes is None:
+        _free_bytes, _ = torch.cuda.mem_get_info()
+    allowed = int(_free_bytes * DEFAULT_FREE_MEMORY_SHARE)
     if needed > allowed:
         return (
             f"needs {needed} bytes per layer, {allowed} allowed ({DEFAULT_FREE_MEMORY_SHARE:.0%} of free memory; "
