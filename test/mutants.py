@@ -21,6 +21,7 @@ from pathlib import Path
 
 from mutants_compute import COMPUTE
 from mutants_serving import SERVING
+from mutants_startup import STARTUP
 
 ROOT = Path(__file__).resolve().parents[1]
 TREE = "python/sglang/srt"
@@ -64,7 +65,7 @@ class Mutant:
         return source[: source.find(self.before)].count("\n") + 1
 
 
-MUTANTS = tuple(Mutant(*row) for row in (*COMPUTE, *SERVING))
+MUTANTS = tuple(Mutant(*row) for row in (*COMPUTE, *SERVING, *STARTUP))
 
 
 @dataclass(frozen=True)

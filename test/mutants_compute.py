@@ -204,4 +204,25 @@ COMPUTE = (
         "_widest_intermediate = intermediate_size or 0",
         (SYNC_FREE_TESTS + "test_a_limit_that_is_too_small_is_an_error",),
     ),
+    (
+        "sync-free decided anew by every layer",
+        SYNC_FREE,
+        "if _free_bytes is None:",
+        "if True:",
+        (SYNC_FREE_TESTS + "test_without_a_limit_a_share_of_the_free_memory_counts",),
+    ),
+    (
+        "strided psum accepted",
+        KERNELS,
+        "psum.dim() == 1 and psum.is_contiguous()",
+        "psum.dim() == 1",
+        (KERNEL_TESTS + "TestSwigluQuant::test_refusals",),
+    ),
+    (
+        "quantiser: ids of another dtype accepted",
+        TOKEN_QUANT,
+        "assert topk_ids.dtype in (torch.int32, torch.int64),",
+        "assert True,",
+        (KERNEL_TESTS + "TestQuantTokens::test_refusals",),
+    ),
 )

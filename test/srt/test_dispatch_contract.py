@@ -149,6 +149,15 @@ def test_layouts(make, buffer, extend, expand, psum, do_expand, masked, psum_lay
     assert asked["use_tma_aligned_col_major_sf"] is (fp8 and (psum_layout or not do_expand))
 
 
+def test_r6_alignment_changed_after_construction(make, buffer, monkeypatch):
+    """What refuses the psum pipeline only when the first batch comes still refuses it."""
+    dispatcher = make()
+    reason = "DeepGEMM aligns experts to 64 rows, dispatch to 128"
+    monkeypatch.setattr(deepep_v2._DeepEPv2Impl, "_find_psum_refusal", lambda self: reason)
+    output = dispatcher.dispatch(*routed(2))
+    assert output.is_expanded and not output.use_psum_layout
+
+
 @pytest.mark.parametrize("num_sms", [0, 24])
 def test_num_sms_is_passed_through(make, buffer, num_sms):
     make(variables={"SGLANG_DEEPEP_V2_NUM_SMS": str(num_sms)}).dispatch(*routed(1))
