@@ -279,12 +279,11 @@ def test_rows_of_another_backend_are_refused(make):
 
 @pytest.mark.parametrize(
     ("attn_dp_size", "tokens", "height"),
-    [(2, 3, CAPACITY * 2), (1, 3, 128), (1, 64, 256), (1, 63, 128), (1, 0, 128)],
+    [(2, 3, 1024), (1, 3, 128), (1, 64, 256), (1, 63, 128), (1, 0, 128), (1, 512, 1024)],
 )
 def test_decode_slab_holds_what_one_expert_may_get(make, monkeypatch, attn_dp_size, tokens, height):
     """Every token of two ranks may pick one expert; ranks that split a batch differ by a token, others by anything."""
-    capacity = CAPACITY if attn_dp_size == 2 else 512
-    dispatcher = make(extend=False, num_local_experts=EXPERTS // 2, variables={CAPACITY_VARIABLE: str(capacity)})
+    dispatcher = make(extend=False, num_local_experts=EXPERTS // 2, variables={CAPACITY_VARIABLE: "512"})
     parallel = SimpleNamespace(
         attn_dp_size=attn_dp_size, attn_cp_size=1, tp_size=2, tp_group=SimpleNamespace(device_group=None)
     )
