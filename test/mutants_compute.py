@@ -177,6 +177,13 @@ COMPUTE = (
         (BUFFER_TESTS + "test_r6_psum_pipeline_needs_equal_alignments",),
     ),
     (
+        "tiles that mix experts accepted",
+        PSUM,
+        "if deep_gemm is not None and expert_alignment % _row_alignment():",
+        "if False:",
+        (BUFFER_TESTS + "test_r6_tiles_that_mix_experts_are_refused",),
+    ),
+    (
         "sync-free limit ignored",
         SYNC_FREE,
         "if needed > limit:",
@@ -187,7 +194,7 @@ COMPUTE = (
         "sync-free prefill takes all free memory",
         SYNC_FREE,
         "if needed > allowed:",
-        "if needed > free:",
+        "if needed > _free_bytes:",
         (SYNC_FREE_TESTS + "test_without_a_limit_a_share_of_the_free_memory_counts",),
     ),
     (

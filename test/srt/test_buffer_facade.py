@@ -226,3 +226,28 @@ def test_r6_psum_pipeline_needs_equal_alignments(monkeypatch, module, reason):
     monkeypatch.setattr(psum, "deep_gemm", module)
     refusal = psum.unsupported_reason(128)
     assert refusal is None if reason is None else reason in refusal
+
+
+@pytest.mark.parametrize(
+    ("alignment", "mixes"), [(128, False), (64, False), ((128, 128), False), (256, True), (96, True)]
+)
+def test_r6_tiles_that_mix_experts_are_refused(monkeypatch, alignment, mixes):
+    monkeypatch.setattr(psum, "deep_gemm", gemms(alignment))
+    if not mixes:
+        return psum.check_row_alignment(128)
+    with pytest.raises(ValueError, match=rf"{alignment} rows.*128"):
+        psum.check_row_alignment(128)
+
+
+@pytest.mark.parametrize(("text", "refused"), [("f(a, use_psum_layout=False)", False), ("f(a)", True)])
+def test_r6_a_compiled_deep_gemm_is_asked_by_its_docstring(monkeypatch, text, refused):
+    class Compiled:
+        """A function whose signature cannot be inspected."""
+
+        __signature__ = "none"
+        __doc__ = text
+
+        def __call__(self): ...
+
+    monkeypatch.setattr(psum, "deep_gemm", gemms(128, Compiled()))
+    assert (psum.unsupported_reason(128) is not None) == refused

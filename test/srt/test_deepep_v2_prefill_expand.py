@@ -379,6 +379,8 @@ def pipeline_facts(rank, world):
     facts["rows"] = rows
     grouped_gemm.set_mk_alignment_for_contiguous_layout(64)
     facts["r6_alignment"] = decide(**PATHS["psum"])
+    grouped_gemm.set_mk_alignment_for_contiguous_layout(256)
+    facts["r6_mixing"] = decide(**PATHS["labels"])
     grouped_gemm.set_mk_alignment_for_contiguous_layout(128)
     psum.deep_gemm = None
     facts["no_deep_gemm"] = decide(**PATHS["psum"])
@@ -393,8 +395,9 @@ def test_r6_one_line_says_which_pipeline_and_why():
         "psum": ["pipeline=psum", "sync=cpu", "transport=reference"],
         "psum_sync_free": ["pipeline=psum", "sync=free"],
         "r6_alignment": ["pipeline=labels", "64 rows", "128"],
+        "r6_mixing": ["tiles of 256 rows", "128", "set_mk_alignment_for_contiguous_layout"],
         "no_deep_gemm": ["pipeline=labels", "DeepGEMM is not available"],
         "limit": [str(facts["bytes"]), "1000", "SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES", f"{facts['rows']} rows"],
     }.items():
         assert all(word in facts[path] for word in words), (path, facts[path])
-        assert facts[path].count("DeepEP v2 prefill") == (path != "limit"), facts[path]
+        assert facts[path].count("DeepEP v2 prefill") == (path not in ("limit", "r6_mixing")), facts[path]

@@ -55,6 +55,19 @@ def unsupported_reason(expert_alignment: int) -> str | None:
     return None
 
 
+def check_row_alignment(expert_alignment: int) -> None:
+    """Refuse a runtime alignment under which one tile of any layout could hold rows of two experts.
+
+    Raises:
+        ValueError: DeepGEMM's alignment does not divide ``expert_alignment``.
+    """
+    if deep_gemm is not None and expert_alignment % _row_alignment():
+        raise ValueError(
+            f"DeepGEMM computes tiles of {_row_alignment()} rows, dispatch aligns experts to {expert_alignment}: a "
+            f"tile could mix two experts. deep_gemm.set_mk_alignment_for_contiguous_layout({expert_alignment}) fits."
+        )
+
+
 def _keywords(function) -> str:
     """The signature's text; a compiled function states it in its docstring only."""
     try:

@@ -150,6 +150,10 @@ class _DeepEPv2Impl:
 
     def _decide_prefill(self) -> bool:
         """Whether prefill runs without a host sync; says once which pipeline was taken and why."""
+        # deep_gemm_wrapper reads the device at import, so not at this module's top.
+        from sglang.srt.layers.deep_gemm_wrapper import psum
+
+        psum.check_row_alignment(_EXPERT_ALIGNMENT)
         rows = sync_free.capacity_rows(
             self._num_ranks,
             self.num_max_dispatch_tokens_per_rank,
@@ -163,8 +167,6 @@ class _DeepEPv2Impl:
             self._use_psum_pipeline = self._psum_refusal is None
         free, reason = self._decide_sync_free(rows)
         if self._use_psum_pipeline:
-            from sglang.srt.layers.deep_gemm_wrapper import psum
-
             psum.announce_max_rows(rows)
             pipeline, why = "psum", "DeepGEMM takes DeepEP's psum"
         elif self._prefill_expand_enabled:
@@ -485,6 +487,7 @@ class DeepEPv2Dispatcher(BaseDispatcher):
         """Decide and log now how this layer's prefill will run.
 
         Raises:
-            ValueError: sync-free prefill needs more than ``SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES``.
+            ValueError: DeepGEMM's row alignment does not divide dispatch's, or sync-free prefill needs more than
+                ``SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES``.
         """
         self._impl.settle_prefill()
