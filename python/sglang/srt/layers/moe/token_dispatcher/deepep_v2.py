@@ -148,8 +148,8 @@ class _DeepEPv2Impl:
         refusal = sync_free.refusal(rows, self.hidden_size, self.use_fp8_dispatch)
         return refusal is None, refusal or "capacity-sized buffers"
 
-    def _decide_prefill(self) -> bool:
-        """Whether prefill runs without a host sync; says once which pipeline was taken and why."""
+    def _decide_prefill(self) -> None:
+        """Settle the pipeline and whether it syncs with the host; says once what was taken and why."""
         # deep_gemm_wrapper reads the device at import, so not at this module's top.
         from sglang.srt.layers.deep_gemm_wrapper import psum
 
@@ -191,7 +191,6 @@ class _DeepEPv2Impl:
                 logging.WARNING,
             )
         self._prefill_is_sync_free = free
-        return free
 
     def _key(self) -> tuple:
         if self._buffer_key is None:
