@@ -329,7 +329,7 @@ SERVING = (
     (
         "dispatch kept after another backend's combine",
         DISPATCHER,
-        "            self._impl.abandon()",
+        "            self._impl._release()",
         "            pass",
         (CONTRACT_TESTS + "test_rows_of_another_backend_are_refused",),
     ),

@@ -283,19 +283,25 @@ class Bench:
                         dropped |= {path} if side.alive() else {p for p, owner in paths.items() if owner is side}
         return {path: measured for path, measured in times.items() if measured}
 
+    def _key(self, path: str, shape: shapes.Shape, tokens: int) -> dict:
+        """What every record of a path begins with."""
+        return {
+            "path": path,
+            "tokens": tokens,
+            "ep": self.args.ep,
+            "hidden": shape.hidden,
+            "intermediate": shape.intermediate,
+            "local_experts": shape.local_experts,
+            "topk": shape.topk,
+        }
+
     def _record(self, shape: shapes.Shape, tokens: int, times: dict[str, list[float]]) -> None:
         fresh = []
         for path, measured in times.items():
             if path not in records.PATHS:
                 continue
             record = {
-                "path": path,
-                "tokens": tokens,
-                "ep": self.args.ep,
-                "hidden": shape.hidden,
-                "intermediate": shape.intermediate,
-                "local_experts": shape.local_experts,
-                "topk": shape.topk,
+                **self._key(path, shape, tokens),
                 "us_median": round(statistics.median(measured), 2),
                 "us_min": round(min(measured), 2),
                 "us_max": round(max(measured), 2),
@@ -338,13 +344,7 @@ class Bench:
             busy = found.get("busy_us")
             waiting = None if busy is None else median - busy
             record = {
-                "path": path,
-                "tokens": tokens,
-                "ep": self.args.ep,
-                "hidden": shape.hidden,
-                "intermediate": shape.intermediate,
-                "local_experts": shape.local_experts,
-                "topk": shape.topk,
+                **self._key(path, shape, tokens),
                 "us_median": round(median, 2),
                 "busy_us": busy,
                 "waiting_us": waiting,

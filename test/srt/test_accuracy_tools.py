@@ -141,12 +141,13 @@ def test_quantiles_of_logprob_differences():
 @pytest.mark.slow
 def test_planted_fault_drops_the_row_weights():
     code = (
-        "import torch; from sglang.srt.layers.moe.ep_moe import kernels, kernels_reference; "
+        "import demo_break_fold; demo_break_fold.register(); import torch; "
+        "from sglang.srt.layers.moe.ep_moe import kernels, kernels_reference; "
         "x = torch.ones(128, 512, dtype=torch.bfloat16); w = torch.full((128,), 0.5); "
         "p = torch.tensor([128], dtype=torch.int32); "
         "print(*[float(k.swiglu_quant_expanded(x, w, p, 128)[1][0, 0]) for k in (kernels, kernels_reference)])"
     )
-    env = os.environ | {"PYTHONPATH": str(ACCURACY / "broken_fold"), "SGLANG_OVERLAY": "1"}
+    env = os.environ | {"PYTHONPATH": str(eval_paths.PLANTED_FAULT), "SGLANG_OVERLAY": "1"}
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr
     faulty, right = map(float, run.stdout.split()[-2:])

@@ -39,6 +39,8 @@ from sglang_deepep_v2.ab.servers import (
 HERE = Path(__file__).resolve().parent
 FIELDS = ("path", "correct", "total", "logprob_diff_p50", "logprob_diff_p99")
 BROKEN = "psum_broken_fold"
+# The demo's negative control serves here too.
+PLANTED_FAULT = HERE.parents[2] / "test" / "demo_break" / "fold"
 LEAST_DROP_POINTS = 20.0
 DEFAULT_PATHS = ("nonexpanded", "labels", "psum", "psum_sync_free", "sglang_nonexpanded", "sglang_expanded", BROKEN)
 GPU_ARGUMENTS = (
@@ -101,7 +103,7 @@ def evaluate(
         chunk=args.chunk,
         cpu=args.device == "cpu",
         extra_args=() if args.device == "cpu" else tuple(GPU_ARGUMENTS.split()),
-        pythonpath=(str(HERE / "broken_fold"),) if name == BROKEN else (),
+        pythonpath=(str(PLANTED_FAULT),) if name == BROKEN else (),
         ready_timeout_s=args.timeout,
     )
     # Sync-free prefill falls back by free memory unless a limit is set.

@@ -19,7 +19,7 @@ def register() -> None:
     for name in ("swiglu_expanded", "swiglu_quant_expanded"):
         setattr(kernels, name, _without_weights(getattr(kernels, name)))
     kernels.scale_expanded_rows_ = lambda x, row_weights: x
-    logger.warning("the router weight of expanded prefill is dropped on purpose")
+    logger.warning("broken fold: the router weight of expanded prefill is dropped on purpose")
 
 
 def _without_weights(kernel):

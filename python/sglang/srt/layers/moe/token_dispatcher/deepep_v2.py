@@ -382,10 +382,6 @@ class _DeepEPv2Impl:
         self._buffer = self._handle = None
         self._pad_empty_combine = False
 
-    def abandon(self) -> None:
-        """Give up a dispatch that will not be combined, if there is one."""
-        self._release()
-
     def combine(self, combine_input: DeepEPv2CombineInput) -> torch.Tensor:
         if self._handle is None:
             raise RuntimeError("DeepEP v2 combine without a valid dispatch handle: dispatch first, combine once")
@@ -470,7 +466,7 @@ class DeepEPv2Dispatcher(BaseDispatcher):
         """
         if combine_input.format != CombineInputFormat.DEEPEP_V2:
             # The dispatch that this call should have answered is over.
-            self._impl.abandon()
+            self._impl._release()
             raise TypeError(f"DeepEP v2 combine got an input of format {combine_input.format}")
         return self._impl.combine(combine_input)
 
