@@ -1,9 +1,9 @@
 """A stand-in for `sglang.launch_server` that answers at once: what the A/B's own machinery is tested against.
 
 Its answers are a function of the prompt alone, plus `FAKE_SHIFT` on every logprob of an expanded path. It logs the
-prefill line of the path it was started for, or `FAKE_PIPELINE`. With `FAKE_CHILD_PID_FILE` it has a child that
-ignores SIGTERM. `FAKE_DROP=1` leaves the last prompt out; `FAKE_SLEEP_S` delays each answer; `FAKE_CRASH=1` ends it at
-its start.
+prefill line of the path it was started for, or `FAKE_PIPELINE`, and names `FAKE_MODEL` as its model. With
+`FAKE_CHILD_PID_FILE` it has a child that ignores SIGTERM. `FAKE_DROP=1` leaves the last prompt out; `FAKE_SLEEP_S`
+delays each answer; `FAKE_CRASH=1` ends it at its start.
 """
 
 import json
@@ -52,13 +52,20 @@ def answer_text(text: str) -> dict:
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self._send({"model_path": "fake", "is_generation": True})
+        model = os.environ.get("FAKE_MODEL", "fake")
+        if self.path == "/v1/models":
+            self._send({"data": [{"id": model}]})
+        else:
+            self._send({"model_path": model, "is_generation": True})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
         new_tokens = body.get("sampling_params", {}).get("max_new_tokens", 0)
         time.sleep(float(os.environ.get("FAKE_SLEEP_S", "0")))
-        if "input_ids" in body:
+        if body.get("stream"):
+            answer = {"text": "4", "meta_info": {"completion_tokens": 1, "prompt_tokens": len(body["input_ids"])}}
+            self._send_bytes(f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n".encode())
+        elif "input_ids" in body:
             prompts = body["input_ids"][: -1 if os.environ.get("FAKE_DROP") else None]
             self._send([answer_tokens(prompt, new_tokens) for prompt in prompts])
         elif new_tokens and "text" in body:
@@ -67,7 +74,9 @@ class Handler(BaseHTTPRequestHandler):
             self._send({"text": "", "meta_info": {}})
 
     def _send(self, document: object) -> None:
-        payload = json.dumps(document).encode()
+        self._send_bytes(json.dumps(document).encode())
+
+    def _send_bytes(self, payload: bytes) -> None:
         self.send_response(200)
         self.send_header("Content-Length", str(len(payload)))
         self.end_headers()

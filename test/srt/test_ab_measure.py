@@ -9,8 +9,10 @@ import pytest
 
 from sglang_deepep_v2.ab import accuracy, servers, throughput
 from sglang_deepep_v2.ab.accuracy import EvalSettings, check_data, evaluate_gsm8k, parse_printed
+from sglang_deepep_v2.ab.checkpoints import _write_tokenizer
 from sglang_deepep_v2.ab.paths import PATHS
 from sglang_deepep_v2.ab.servers import Fleet, ServerFailed, ServeSettings
+from sglang_deepep_v2.ab.serving_bench import start_serving_bench
 from sglang_deepep_v2.ab.throughput import ThroughputPlan, measure_throughput, summarize
 
 FAKE = Path(__file__).with_name("ab_fake_server.py")
@@ -90,7 +92,7 @@ def make_plan(tmp_path, **kwargs):
 def test_rounds_alternate_and_rows_carry_median_and_spread(fake_servers, monkeypatch, together):
     order, speed = [], itertools.count(100)
 
-    def bench(plan, server, path, length, tokens):
+    def bench(plan, process, server, path, length, tokens):
         if tokens == plan.tokens:
             order.append((path.name, length))
         return float(next(speed)) if tokens == plan.tokens else 0.0
@@ -111,7 +113,7 @@ def test_rounds_alternate_and_rows_carry_median_and_spread(fake_servers, monkeyp
 def test_an_interrupted_measurement_resumes_where_it_stopped(fake_servers, monkeypatch):
     measured = []
 
-    def bench(plan, server, path, length, tokens):
+    def bench(plan, process, server, path, length, tokens):
         if tokens == plan.tokens:
             if len(measured) == 3:
                 raise KeyboardInterrupt
@@ -145,3 +147,29 @@ def test_summarize_keeps_paths_apart():
         ("a", 2.0, 2),
         ("b", 9.0, 1),
     ]
+
+
+def test_throughput_comes_from_sglangs_own_benchmark(fake_servers, monkeypatch):
+    (fake_servers / "model").mkdir()
+    _write_tokenizer(fake_servers / "model")
+    monkeypatch.setenv("FAKE_MODEL", str(fake_servers / "model"))
+    plan = make_plan(fake_servers, prompt_lengths=(16,), rounds=2, together=True, jobs=2)
+    rows = measure_throughput(plan, [PATHS["nonexpanded"], PATHS["psum"]], lambda *_: None)
+    assert [(row["path"], row["rounds"]) for row in rows] == [("nonexpanded", 2), ("psum", 2)]
+    assert all(row["input_tok_s_min"] > 0 for row in rows)
+    log = (plan.out / "tiny.bench.log").read_text()
+    # 256 tokens in prompts of 16; two runs a path, and one to warm up.
+    assert log.count("Total input tokens:                      256") == 4
+    assert log.count("Total input tokens:                      32 ") == 2
+
+
+def test_a_benchmark_that_fails_says_why_and_the_next_one_runs(tmp_path):
+    log = tmp_path / "bench.log"
+    with start_serving_bench(Fleet(), log) as bench:
+        for arguments, message in ((["--no-such-flag"], "exit code 2"), (["--backend", "sglang"], "exit code 1")):
+            with pytest.raises(ServerFailed, match=rf"{message}; log: .*bench\.log"):
+                bench.run([*arguments, "--port", "1", "--ready-check-timeout-sec", "1"], 60)
+        with pytest.raises(ServerFailed, match="took longer than 0 s"):
+            bench.run(["--port", "1", "--ready-check-timeout-sec", "5"], 0.1)
+    with pytest.raises(ServerFailed, match="is gone|ended with exit code"):
+        bench.run(["--port", "1"], 60)

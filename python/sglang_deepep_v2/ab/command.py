@@ -111,7 +111,7 @@ def ab(
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep what an earlier run with the same options measured.")
     ] = False,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Servers at a time while comparing. Demo: 2, else 1.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Servers that start at a time. Demo: 2, else 1.")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write all results as JSON here; - for stdout.")
     ] = None,
@@ -357,6 +357,7 @@ def _measure(
         out=options.out,
         fleet=fleet,
         resume=options.resume,
+        jobs=options.jobs,
     )
     with report.progress_display(console, checkpoint.name) as update:
         rows = measure_throughput(plan, checkpoint.paths, update)

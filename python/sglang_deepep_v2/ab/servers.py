@@ -191,9 +191,11 @@ class Fleet:
 
     @contextlib.contextmanager
     def run_process(
-        self, command: Sequence[str], env: dict[str, str], log: Path, cwd: Path | None = None
+        self, command: Sequence[str], env: dict[str, str], log: Path, cwd: Path | None = None, piped: bool = False
     ) -> Iterator[subprocess.Popen]:
         """A process in its own session with its output in `log`; its whole group is ended with the block.
+
+        `piped`: stdin and stdout are text pipes, and only stderr goes to the log.
 
         Raises:
             ServerFailed: the fleet is closed.
@@ -209,9 +211,10 @@ class Fleet:
                     list(command),
                     env=env,
                     cwd=cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=stream,
+                    stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
+                    stdout=subprocess.PIPE if piped else stream,
                     stderr=stream,
+                    text=piped,
                     start_new_session=True,
                 )
             self._running.add(process)

@@ -1,16 +1,14 @@
-"""Input token throughput per path and prompt length, by SGLang's own `sglang.bench_serving`, in alternating rounds."""
+"""Input token throughput per path and prompt length, by `sglang.benchmark.serving`, in alternating rounds."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
-import os
 import statistics
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from sglang_deepep_v2.ab.servers import (
     check_prefill_lines,
     read_prefill_lines,
 )
+from sglang_deepep_v2.ab.serving_bench import ServingBench, start_serving_bench
 from sglang_deepep_v2.ab.session import Report
 
 _WARMUP_PROMPTS = 2
@@ -41,6 +40,7 @@ class ThroughputPlan:
         tokens: prompt tokens of one measurement; the number of prompts follows from it.
         rounds: measurements per path and length; paths alternate within a round.
         together: keep all servers up and alternate between them, instead of one server at a time.
+        jobs: servers that start at the same time, when they are kept up together.
         out: directory for logs and single measurements.
         resume: keep the measurements that `out` already has.
     """
@@ -54,6 +54,7 @@ class ThroughputPlan:
     out: Path
     fleet: Fleet
     resume: bool = False
+    jobs: int = 1
 
     @property
     def raw_file(self) -> Path:
@@ -86,7 +87,11 @@ def measure_throughput(plan: ThroughputPlan, paths: Sequence[ServePath], report:
         return [length for length in plan.prompt_lengths if (path.name, length, round_index) not in done]
 
     with contextlib.ExitStack() as shared:
+        bench = shared.enter_context(start_serving_bench(plan.fleet, plan.out / f"{plan.model}.bench.log"))
         servers: dict[str, Server] = {}
+        if plan.together:
+            wanted = [path for path in paths if any(missing(path, index) for index in range(plan.rounds))]
+            servers = _start_all(plan, bench, wanted, shared, report)
         for round_index in range(plan.rounds):
             # Every other round backwards, so that drift of the clocks favours no path.
             for path in list(paths)[:: 1 if round_index % 2 == 0 else -1]:
@@ -94,12 +99,13 @@ def measure_throughput(plan: ThroughputPlan, paths: Sequence[ServePath], report:
                 if not lengths:
                     continue
                 with contextlib.ExitStack() as own:
-                    if path.name not in servers or not plan.together:
+                    if not plan.together:
                         report(path.name, f"round {round_index + 1}: starting")
-                        servers[path.name] = _start(plan, path, shared if plan.together else own)
+                        servers[path.name] = _start(plan, path, own)
+                        _warm_up(plan, bench, servers[path.name], path)
                     for length in lengths:
                         report(path.name, f"round {round_index + 1}: prompts of {length} tokens")
-                        speed = run_bench(plan, servers[path.name], path, length, plan.tokens)
+                        speed = run_bench(plan, bench, servers[path.name], path, length, plan.tokens)
                         _append_row(plan, path, length, round_index, speed)
                 report(path.name, f"round {round_index + 1} done")
     return summarize(plan.read_rows(), plan.model, plan.settings.tp)
@@ -107,41 +113,68 @@ def measure_throughput(plan: ThroughputPlan, paths: Sequence[ServePath], report:
 
 def _start(plan: ThroughputPlan, path: ServePath, stack: contextlib.ExitStack) -> Server:
     log = plan.out / f"{plan.model}.{path.name}.throughput-server.log"
-    server = stack.enter_context(plan.fleet.run_server(path, plan.settings, log))
-    # Kernels of these shapes are compiled at their first use.
+    return stack.enter_context(plan.fleet.run_server(path, plan.settings, log))
+
+
+def _start_all(
+    plan: ThroughputPlan, bench: ServingBench, paths: Sequence[ServePath], shared: contextlib.ExitStack, report: Report
+) -> dict[str, Server]:
+    """All servers up and warm; they start at the same time, `jobs` of them."""
+    servers: dict[str, Server] = {}
+    with ThreadPoolExecutor(max_workers=plan.jobs) as pool:
+        for path in paths:
+            report(path.name, "starting")
+        started = {path.name: pool.submit(_start, plan, path, shared) for path in paths}
+        try:
+            for name, future in started.items():
+                servers[name] = future.result()
+        except BaseException:
+            # Leaving the pool waits for its threads, which wait for servers.
+            plan.fleet.close()
+            raise
+    for path in paths:
+        report(path.name, "warming up")
+        _warm_up(plan, bench, servers[path.name], path)
+    return servers
+
+
+def _warm_up(plan: ThroughputPlan, bench: ServingBench, server: Server, path: ServePath) -> None:
+    """Every shape once: kernels are compiled at their first use.
+
+    Raises:
+        ServerFailed: a rank runs another pipeline than the path's.
+    """
     for length in plan.prompt_lengths:
-        run_bench(plan, server, path, length, _WARMUP_PROMPTS * length)
-    if wrong := check_prefill_lines(path, read_prefill_lines(log), plan.settings.tp):
+        run_bench(plan, bench, server, path, length, _WARMUP_PROMPTS * length)
+    if wrong := check_prefill_lines(path, read_prefill_lines(server.log), plan.settings.tp):
         raise server.failed(f"of path {path.name}: {wrong}")
-    return server
 
 
-def run_bench(plan: ThroughputPlan, server: Server, path: ServePath, length: int, tokens: int) -> float:
-    """Input tokens per second of one `sglang.bench_serving` run.
+def run_bench(
+    plan: ThroughputPlan, bench: ServingBench, server: Server, path: ServePath, length: int, tokens: int
+) -> float:
+    """Input tokens per second of one run of SGLang's serving benchmark.
 
     Raises:
         ServerFailed: it failed, or not every request was answered.
     """
     prompts = max(_MIN_PROMPTS if tokens == plan.tokens else 1, tokens // length)
-    log = plan.out / f"{plan.model}.{path.name}.bench.log"
     output = plan.out / f".{plan.model}.{path.name}.bench.jsonl"
     output.unlink(missing_ok=True)
-    command = [sys.executable, "-W", "ignore", "-m", "sglang.bench_serving", "--backend", "sglang"]
-    command += ["--host", "127.0.0.1", "--port", str(server.port), "--dataset-name", "random-ids", "--tokenize-prompt"]
-    command += ["--random-input-len", str(length), "--random-output-len", "1", "--random-range-ratio", "1.0"]
-    command += ["--num-prompts", str(prompts), "--warmup-requests", "0", "--disable-tqdm", "--output-file", str(output)]
-    env = os.environ | {"SGLANG_OVERLAY": "0"}
+    arguments = ["--backend", "sglang", "--host", "127.0.0.1", "--port", str(server.port)]
+    arguments += ["--dataset-name", "random-ids", "--tokenize-prompt", "--random-input-len", str(length)]
+    arguments += ["--random-output-len", "1", "--random-range-ratio", "1.0", "--num-prompts", str(prompts)]
+    arguments += ["--warmup-requests", "0", "--disable-tqdm", "--output-file", str(output)]
     try:
-        with plan.fleet.run_process(command, env, log) as process:
-            code = process.wait(timeout=_TIMEOUT_S)
-    except subprocess.TimeoutExpired as exc:
-        raise server.failed(f"took longer than {_TIMEOUT_S:.0f} s for sglang.bench_serving, log {log}") from exc
-    if code or not output.is_file():
-        raise ServerFailed(f"sglang.bench_serving ended with exit code {code}; logs: {log}, {server.log}")
+        bench.run(arguments, _TIMEOUT_S)
+    except ServerFailed as exc:
+        raise ServerFailed(f"{exc}, {server.log}") from exc
+    if not output.is_file():
+        raise ServerFailed(f"sglang.benchmark.serving wrote no result; logs: {bench.log}, {server.log}")
     result = json.loads(output.read_text().splitlines()[-1])
     output.unlink()
     if result["completed"] != prompts:
-        raise server.failed(f"completed {result['completed']} of {prompts} requests of sglang.bench_serving ({log})")
+        raise server.failed(f"completed {result['completed']} of {prompts} requests of {bench.log}")
     return float(result["input_throughput"])
 
 
