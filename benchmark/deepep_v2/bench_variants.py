@@ -22,7 +22,15 @@ import bench_layer
 import records
 import shapes
 
-NAMES = ("multiple_reduction", "combine_bias", "half_batches", "gemm_options", "communication_sms", "swiglu_tiles")
+NAMES = (
+    "multiple_reduction",
+    "combine_bias",
+    "half_batches",
+    "gemm_options",
+    "row_alignment",
+    "communication_sms",
+    "swiglu_tiles",
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,8 +5,6 @@ They talk to DeepEP and DeepGEMM directly, in the upstream worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 
@@ -20,7 +18,7 @@ def _buffer(worker):
     return DeepEPv2Buffer.get_buffer(group, worker.hidden, worker.topk, worker.tokens, True)
 
 
-def _dispatch(worker, buffer, x, cpu_sync: bool):
+def _dispatch(worker, buffer, x, cpu_sync: bool, alignment: int = 128):
     """Expanded dispatch of the worker's tokens with column-major scales."""
     return buffer.dispatch(
         x,
@@ -28,21 +26,22 @@ def _dispatch(worker, buffer, x, cpu_sync: bool):
         topk_weights=worker.topk_weights,
         num_experts=worker.local_experts * worker.world,
         num_max_tokens_per_rank=worker.tokens,
-        expert_alignment=128,
+        expert_alignment=alignment,
         do_cpu_sync=cpu_sync,
         do_expand=True,
         use_tma_aligned_col_major_sf=True,
     )
 
 
-def _grouped_gemm(worker) -> Callable:
+def _deep_gemm(worker):
+    """DeepGEMM, or on a CPU what stands in for it."""
     if worker.device.type == "cpu":
-        from sglang_deepep_v2.cpu_reference.grouped_gemm import m_grouped_fp8_gemm_nt_contiguous
+        from sglang_deepep_v2.cpu_reference import grouped_gemm
 
-        return m_grouped_fp8_gemm_nt_contiguous
+        return grouped_gemm
     import deep_gemm
 
-    return deep_gemm.m_grouped_fp8_gemm_nt_contiguous
+    return deep_gemm
 
 
 class DeepEPAlone:
@@ -101,13 +100,13 @@ class Floor:
     GPUs and padding rows count as nothing.
     """
 
-    def __init__(self, worker):
+    def __init__(self, worker, alignment: int = 128):
         if getattr(worker, "bandwidth", None) is None:
             worker.copy_bandwidth(1024 if worker.device.type == "cuda" else 8)
         self.worker = worker
         buffer = _buffer(worker)
         (x, x_scale), _, _, handle, _ = _dispatch(
-            worker, buffer, worker.tools.quantise(worker.x, column_major=True), True
+            worker, buffer, worker.tools.quantise(worker.x, column_major=True), True, alignment
         )
         self.psum = handle.psum_num_recv_tokens_per_expert.clone()
         self.x, self.x_scale = x.clone(), _column_major(x_scale)
@@ -118,8 +117,8 @@ class Floor:
         self.down_scale = _column_major(down_scale)
         self.gate_up = torch.empty(rows, 2 * intermediate, device=worker.device, dtype=torch.bfloat16)
         self.output = torch.empty(rows, worker.hidden, device=worker.device, dtype=torch.bfloat16)
-        self.gemm = _grouped_gemm(worker)
-        self.valid = valid_rows(self.psum)
+        self.gemm = _deep_gemm(worker).m_grouped_fp8_gemm_nt_contiguous
+        self.valid = valid_rows(self.psum, alignment)
         with torch.inference_mode():
             self.replay = worker.tools.graph([self] * 3)
 

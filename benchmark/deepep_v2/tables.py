@@ -36,6 +36,7 @@ KEPT = {
     "combine_bias": "addition afterwards",
     "half_batches": "whole batch",
     "gemm_options": "psum",
+    "row_alignment": "128 rows",
     "communication_sms": "num_sms=0",
     "swiglu_tiles": None,
 }

@@ -11,7 +11,7 @@ import statistics
 import torch
 from activation import activation_inputs
 from activation_counts import num_bytes
-from layer_parts import Floor, _dispatch, _grouped_gemm
+from layer_parts import Floor, _deep_gemm, _dispatch
 
 REPEATS = 5
 
@@ -74,16 +74,20 @@ def multiple_reduction(worker) -> list[dict]:
     return rows
 
 
+def _weighted_rows(worker, buffer, x):
+    """A dispatch's expanded rows, dequantised and times their router weight, in bf16; and its handle."""
+    (fp8, scale), _, weights, handle, _ = _dispatch(worker, buffer, x, True)
+    count = fp8.shape[0]
+    values = fp8.float().view(count, -1, 128) * scale.float()[:, :, None]
+    return (values.view(count, -1) * weights.float()[:, None]).to(torch.bfloat16), handle
+
+
 def _combine_error(worker, buffer, x) -> float | None:
     """Relative error of combine against float64, each expanded row being the token's own row times its router weight.
 
     What a row holds depends on its token and weight alone, so the exact sum is known on every rank without a message.
     """
-    received, _, weights, handle, _ = _dispatch(worker, buffer, x, True)
-    fp8, scale = received
-    count = fp8.shape[0]
-    values = fp8.float().view(count, -1, 128) * scale.float()[:, :, None]
-    sent = (values.view(count, -1) * weights.float()[:, None]).to(torch.bfloat16)
+    sent, handle = _weighted_rows(worker, buffer, x)
     combined = buffer.combine(sent, handle=handle)[0].double()
     own = x[0].double().view(worker.tokens, -1, 128) * x[1].double()[:, :, None]
     wanted = own.view(worker.tokens, -1) * worker.topk_weights.double().sum(1, keepdim=True)
@@ -94,10 +98,12 @@ def combine_bias(worker) -> list[dict]:
     """A shared expert's output through combine's ``bias`` against an addition afterwards."""
     x = worker.tools.quantise(worker.x, column_major=True)
     buffer = _buffer(worker)
-    received, _, _, handle, _ = _dispatch(worker, buffer, x, True)
-    sent, shared = _rows(received), torch.randn_like(worker.x)
+    shared = torch.randn_like(worker.x)
+    sent, handle = _weighted_rows(worker, buffer, x)
     plain = buffer.combine(sent, handle=handle)[0]
-    biased = buffer.combine(sent, handle=_dispatch(worker, buffer, x, True)[3], bias=shared)[0]
+    # Another dispatch may order an expert's rows differently, so it brings its own rows.
+    sent, handle = _weighted_rows(worker, buffer, x)
+    biased = buffer.combine(sent, handle=handle, bias=shared)[0]
     added = (plain.float() + shared.float()).to(torch.bfloat16)
     difference = float((biased.float() - added.float()).norm() / added.float().norm())
 
@@ -126,7 +132,7 @@ class _HalfLayer:
     """The sync-free psum chain on a share of the tokens, with a buffer of its own."""
 
     def __init__(self, worker, tokens: slice):
-        self.worker, self.gemm = worker, _grouped_gemm(worker)
+        self.worker, self.gemm = worker, _deep_gemm(worker).m_grouped_fp8_gemm_nt_contiguous
         self.x = tuple(part[tokens].contiguous() for part in worker.tools.quantise(worker.x))
         self.x = (self.x[0], self.x[1].t().contiguous().t())
         self.ids = worker.topk_ids[tokens].to(torch.int64).contiguous()
@@ -266,6 +272,31 @@ def gemm_options(worker) -> list[dict]:
     return [row | {"us": statistics.median(times) if times else None} for row, _, times in prepared]
 
 
+def row_alignment(worker) -> list[dict]:
+    """Both grouped GEMMs with experts aligned to 128 rows against 256, which lets DeepGEMM take taller tiles."""
+    deep_gemm = _deep_gemm(worker)
+    standard = deep_gemm.get_mk_alignment_for_contiguous_layout()
+    prepared = []
+    for alignment in (128, 256):
+        deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
+        try:
+            floor = Floor(worker, alignment)
+            row = {"variant": f"{alignment} rows", "what": f"both grouped GEMMs, {floor.x.shape[0]} rows"}
+            prepared.append((row, floor, []))
+        except Exception as error:
+            prepared.append(
+                ({"variant": f"{alignment} rows", "what": "both grouped GEMMs", "failed": str(error)}, 0, [])
+            )
+        finally:
+            deep_gemm.set_mk_alignment_for_contiguous_layout(standard)
+    # A captured graph keeps its kernels, whatever the alignment is at its replay; in turns, for the clocks.
+    for _ in range(2 * REPEATS):
+        for _, floor, times in prepared:
+            if floor:
+                times.append(worker.tools.mean_us(floor.replay, 3) / 3)
+    return [row | {"us": statistics.median(times) if times else None} for row, _, times in prepared]
+
+
 def _aligned_counts(psum: torch.Tensor, alignment: int = 128) -> torch.Tensor:
     ends = -(-psum // alignment) * alignment
     return torch.diff(ends, prepend=ends.new_zeros(1))
@@ -342,6 +373,7 @@ VARIANTS = {
     "combine_bias": combine_bias,
     "half_batches": half_batches,
     "gemm_options": gemm_options,
+    "row_alignment": row_alignment,
     "communication_sms": communication_sms,
     "swiglu_tiles": swiglu_tiles,
 }
