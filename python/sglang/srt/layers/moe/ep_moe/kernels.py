@@ -379,7 +379,6 @@ def _run_swiglu(gateup, out, scale, row_weights, psum, alignment, limit, keep_fp
     )
 
 
-@torch.no_grad()
 def swiglu_quant_expanded(
     gateup: torch.Tensor,
     row_weights: torch.Tensor | None,
@@ -434,7 +433,6 @@ def swiglu_quant_expanded(
     return q, scale
 
 
-@torch.no_grad()
 def swiglu_expanded(
     gateup: torch.Tensor,
     row_weights: torch.Tensor | None,

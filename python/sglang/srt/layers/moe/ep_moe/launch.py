@@ -28,7 +28,11 @@ class ResolvedLaunch:
 
     def __call__(self, grid, tensors, scalars, constants, num_warps):
         args = (*tensors, *scalars, *constants)
-        if INTERPRETED or any(t is not None and t.data_ptr() & 15 for t in tensors):
+        addresses = 0
+        for tensor in tensors:
+            if tensor is not None:
+                addresses |= tensor.data_ptr()
+        if INTERPRETED or addresses & 15:
             self._kernel[grid](*args, num_warps=num_warps)
             return
         device = tensors[0].get_device()

@@ -60,7 +60,6 @@ def _quant_tokens_kernel(
 _launch_quant_tokens = ResolvedLaunch(_quant_tokens_kernel)
 
 
-@torch.no_grad()
 def quant_tokens(x: torch.Tensor, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What an expanded dispatch sends, in one pass: FP8 tokens, column-major scales, expert ids as DeepEP takes them.
 
