@@ -119,7 +119,8 @@ def _weight_pass(data: Data) -> tuple[str, str]:
 
 
 def _accuracy(data: Data) -> str:
-    shares = {row["path"]: row for row in data.accuracy}
+    fewest = min((row["ep"] for row in data.accuracy), default=1)
+    shares = {row["path"]: row for row in data.accuracy if row["ep"] == fewest}
     wanted = [path for path in ("sglang_nonexpanded", "nonexpanded", "sglang_expanded", "psum") if path in shares]
     if not wanted:
         return NONE_YET

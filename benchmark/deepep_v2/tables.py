@@ -220,21 +220,26 @@ def server(data: seed_claims.Data) -> str:
 def accuracy(data: seed_claims.Data) -> str:
     if not data.accuracy:
         return missing("python3 benchmark/deepep_v2/accuracy/eval_paths.py --model DIR/fp8")
-    rows = [["path", "correct", "of", "exact match", "95 % interval", "logprob difference p50", "p99"]]
-    for row in data.accuracy:
-        low, high = wilson(row["correct"], row["total"])
-        rows.append(
-            [
-                f"`{row['path']}`",
-                str(row["correct"]),
-                str(row["total"]),
-                f"{row['correct'] / row['total']:.2%}",
-                f"{low:.1%}-{high:.1%}",
-                f"{row['logprob_diff_p50']:.5f}",
-                f"{row['logprob_diff_p99']:.5f}",
-            ]
-        )
-    return markdown(rows)
+    blocks = []
+    for ep in sorted({row["ep"] for row in data.accuracy}):
+        rows = [["path", "correct", "of", "exact match", "95 % interval", "logprob difference p50", "p99"]]
+        for row in data.accuracy:
+            if row["ep"] != ep:
+                continue
+            low, high = wilson(row["correct"], row["total"])
+            rows.append(
+                [
+                    f"`{row['path']}`",
+                    str(row["correct"]),
+                    str(row["total"]),
+                    f"{row['correct'] / row['total']:.2%}",
+                    f"{low:.1%}-{high:.1%}",
+                    f"{row['logprob_diff_p50']:.5f}",
+                    f"{row['logprob_diff_p99']:.5f}",
+                ]
+            )
+        blocks.append(f"EP{ep}:\n\n{markdown(rows)}")
+    return "\n\n".join(blocks)
 
 
 def wilson(correct: int, total: int, z: float = statistics.NormalDist().inv_cdf(0.975)) -> tuple[float, float]:
@@ -327,7 +332,7 @@ def load(results: Path) -> seed_claims.Data:
         profile=read["profile"],
         activation=read["activation"],
         server=last_runs(read["server"], ("model", "ep"), ("path", "prompt_len")),
-        accuracy=last_runs(read["accuracy"], ("model",), ("path",)),
+        accuracy=last_runs(read["accuracy"], ("ep",), ("path",)),
         variants=last_runs(of_target, ("name", "ep", "tokens", "local_experts"), ("variant",)),
     )
 

@@ -266,11 +266,13 @@ def test_server_and_accuracy_take_the_last_run(tmp_path):
 
     write(tmp_path / "server.jsonl", [speed("a", 100), speed("b", 110), speed("a", 200), speed("b", 210)])
     scores = [("a", 50), ("b", 50), ("a", 90), ("b", 80)]
-    quantiles = {"logprob_diff_p50": 0.0, "logprob_diff_p99": 0.0}
-    write(tmp_path / "accuracy.jsonl", [{"path": p, "correct": c, "total": 100} | quantiles for p, c in scores])
+    same = {"total": 100, "logprob_diff_p50": 0.0, "logprob_diff_p99": 0.0}
+    two = [{"path": "a", "correct": 70, "ep": 2} | same]
+    write(tmp_path / "accuracy.jsonl", [{"path": p, "correct": c, "ep": 1} | same for p, c in scores] + two)
     data = tables.load(tmp_path)
     assert "+5.0%" in tables.server(data) and "+10.0%" not in tables.server(data)
     assert "90.00%" in tables.accuracy(data) and "50.00%" not in tables.accuracy(data)
+    assert "70.00%" in tables.accuracy(data).split("EP2:")[1]
 
 
 def test_interval_of_a_share():

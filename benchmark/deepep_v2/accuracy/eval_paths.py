@@ -4,7 +4,8 @@
 
 Serves the checkpoint of train_arithmetic_moe.py once a path, answers the held-out problems greedily, and scores the
 true solutions token by token (teacher forcing). Appends one record a path to ``--out``/accuracy.jsonl: ``path``,
-``correct``, ``total``, ``logprob_diff_p50``, ``logprob_diff_p99`` (absolute differences to the first path's logprobs).
+``correct``, ``total``, ``logprob_diff_p50``, ``logprob_diff_p99`` (absolute differences to the first path's logprobs),
+``ep`` and where it was measured.
 The path ``psum_broken_fold`` serves with a fault planted from outside; it has to lose at least 20 points.
 """
 
@@ -27,6 +28,7 @@ import problems
 import records
 
 from sglang_deepep_v2.ab.paths import PATHS
+from sglang_deepep_v2.ab.provenance import stamp
 from sglang_deepep_v2.ab.servers import (
     Fleet,
     Server,
@@ -37,7 +39,7 @@ from sglang_deepep_v2.ab.servers import (
 )
 
 HERE = Path(__file__).resolve().parent
-FIELDS = ("path", "correct", "total", "logprob_diff_p50", "logprob_diff_p99")
+FIELDS = ("path", "correct", "total", "logprob_diff_p50", "logprob_diff_p99", "ep", "gpu", "versions", "commit", "date")
 BROKEN = "psum_broken_fold"
 # The demo's negative control serves here too.
 PLANTED_FAULT = HERE.parents[2] / "test" / "demo_break" / "fold"
@@ -127,6 +129,8 @@ def run(args: argparse.Namespace) -> int:
     training = json.loads((args.model.parent / "train.json").read_text()) if args.with_training else {}
     tests = problems.held_out(max_value=args.max_value)[: args.limit]
     args.deadline = time.monotonic() + args.time_budget
+    # One date for all paths: what lies apart in time is read as two runs.
+    origin = stamp()
     reference, shares, failed = None, {}, []
     rows = [["path", "correct", "total", "exact match %", "logprob diff p50", "p99", "seconds"]]
     fleet = Fleet()
@@ -142,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
                     failed.append(name)
                     print(f"-- {name} failed: {type(error).__name__}: {error}", flush=True)
                     continue
-                record = dict(zip(FIELDS, (name, correct, len(tests), p50, p99)))
+                record = dict(zip(FIELDS, (name, correct, len(tests), p50, p99, args.tp))) | origin
                 records.append(args.out / "accuracy.jsonl", [records.validate(record, FIELDS)])
                 share = shares[name] = 100 * correct / len(tests)
                 text = (f"{share:.2f}", f"{p50:.5f}", f"{p99:.5f}", f"{seconds:.0f}")

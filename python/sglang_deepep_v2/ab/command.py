@@ -17,6 +17,7 @@ from sglang_deepep_v2.ab.accuracy import EvalSettings, check_data, evaluate_gsm8
 from sglang_deepep_v2.ab.compare import compare_probes
 from sglang_deepep_v2.ab.paths import PATHS, ServePath, select_paths
 from sglang_deepep_v2.ab.probe import make_prompts
+from sglang_deepep_v2.ab.provenance import stamp
 from sglang_deepep_v2.ab.reference import supports
 from sglang_deepep_v2.ab.servers import Fleet, ServerFailed, ServeSettings, interrupt_on_sigterm
 from sglang_deepep_v2.ab.session import REFERENCE, Job, run_all
@@ -167,8 +168,11 @@ def ab(
                 if options.evaluation:
                     _write_accuracy(options, checkpoint, verdicts)
                     report.print_accuracy(console, [verdict.result for verdict in verdicts])
-                if options.lengths:
-                    rows = _measure(console, options, checkpoint, fleet, rounds, tokens, together)
+                # A path that does not serve is reported above; the others are still worth their numbers.
+                alive = [v.result.path for v in verdicts if not v.result.error]
+                measured = [path for path in checkpoint.paths if path.name in alive]
+                if options.lengths and measured:
+                    rows = _measure(console, options, checkpoint, measured, fleet, rounds, tokens, together)
                     document["throughput"] += rows
         except ServerFailed as exc:
             console.print(str(exc), markup=False, highlight=False)
@@ -318,7 +322,7 @@ def _evaluator(options: _Options, checkpoint: Checkpoint, fleet: Fleet):
 
 
 def _write_accuracy(options: _Options, checkpoint: Checkpoint, verdicts: list[report.Verdict]) -> None:
-    """One JSON line per evaluated path: `path`, `correct`, `total` and the logprob differences from the baseline."""
+    """One JSON line per evaluated path: right answers, and the logprob differences from the baseline."""
     rows = []
     for verdict in verdicts:
         if (numbers := verdict.result.accuracy) is None:
@@ -332,6 +336,8 @@ def _write_accuracy(options: _Options, checkpoint: Checkpoint, verdicts: list[re
                 "total": numbers["total"],
                 "logprob_diff_p50": compared.median if compared else 0.0,
                 "logprob_diff_p99": compared.p99 if compared else 0.0,
+                "ep": options.tp,
+                **stamp(),
             }
         )
     file = options.out / f"{checkpoint.name}.accuracy.jsonl"
@@ -342,6 +348,7 @@ def _measure(
     console: Console,
     options: _Options,
     checkpoint: Checkpoint,
+    paths: list[ServePath],
     fleet: Fleet,
     rounds: int,
     tokens: int,
@@ -360,7 +367,7 @@ def _measure(
         jobs=options.jobs,
     )
     with report.progress_display(console, checkpoint.name) as update:
-        rows = measure_throughput(plan, checkpoint.paths, update)
+        rows = [row | stamp() for row in measure_throughput(plan, paths, update)]
     (options.out / f"{checkpoint.name}.server.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     report.print_throughput(console, rows)
     return rows

@@ -1,0 +1,48 @@
+"""Where a record comes from: the GPU, the versions, the commit, the time."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+
+_DISTRIBUTIONS = {
+    "sglang": "sglang",
+    "torch": "torch",
+    "triton": "triton",
+    "deep_ep": "sgl-deep-ep",
+    "deep_gemm": "sgl-deep-gemm",
+}
+
+
+def stamp() -> dict:
+    """``gpu``, ``versions`` (package -> version), ``commit`` of this checkout and ``date`` (UTC, seconds)."""
+    return {**_machine(), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+
+
+@cache
+def _machine() -> dict:
+    import torch
+
+    versions = {}
+    for name, distribution in _DISTRIBUTIONS.items():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(distribution)
+    if torch.cuda.is_available():
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+    return {"gpu": gpu, "versions": versions | {"torch": torch.__version__}, "commit": _commit()}
+
+
+def _commit() -> str:
+    here = str(Path(__file__).resolve().parent)
+    try:
+        command = ["git", "-C", here, "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        # A copy without its history, or an installed package.
+        return os.environ.get("SGLANG_DEEPEP_V2_COMMIT", "unknown")
