@@ -277,16 +277,15 @@ def row_alignment(worker) -> list[dict]:
     deep_gemm = _deep_gemm(worker)
     standard = deep_gemm.get_mk_alignment_for_contiguous_layout()
     prepared = []
-    for alignment in (128, 256):
+    for variant, alignment in (("128 rows", 128), ("256 rows", 256)):
         deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
         try:
             floor = Floor(worker, alignment)
-            row = {"variant": f"{alignment} rows", "what": f"both grouped GEMMs, {floor.x.shape[0]} rows"}
+            row = {"variant": variant, "what": f"both grouped GEMMs, {floor.x.shape[0]} rows"}
             prepared.append((row, floor, []))
         except Exception as error:
-            prepared.append(
-                ({"variant": f"{alignment} rows", "what": "both grouped GEMMs", "failed": str(error)}, 0, [])
-            )
+            row = {"variant": variant, "what": "both grouped GEMMs", "failed": str(error)[:200]}
+            prepared.append((row, None, []))
         finally:
             deep_gemm.set_mk_alignment_for_contiguous_layout(standard)
     # A captured graph keeps its kernels, whatever the alignment is at its replay; in turns, for the clocks.
