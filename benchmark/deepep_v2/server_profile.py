@@ -149,11 +149,12 @@ def post_text(server: servers.Server, route: str, body: dict, timeout_s: float) 
         raise server.failed(f"did not accept {route}: {error}") from error
 
 
-def send_prompts(server: servers.Server, args: argparse.Namespace, seed: int, new_tokens: int) -> None:
+def send_prompts(server: servers.Server, args: argparse.Namespace, seed: int) -> None:
     """One request of several random prompts, so that the server is never idle between two."""
+    # More than one new token would bring decode steps, whose layers would count.
     rng, count = random.Random(seed), max(2, _PROFILED_CHUNKS * args.chunk // args.prompt_len)
     ids = [[rng.randrange(args.vocab) for _ in range(args.prompt_len)] for _ in range(count)]
-    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
     server.post("/generate", {"input_ids": ids, "sampling_params": sampling}, args.timeout)
 
 
@@ -166,7 +167,7 @@ def start_warm(name: str, args: argparse.Namespace, fleet: servers.Fleet, stack:
     settings = servers.ServeSettings(str(args.model), args.tp, args.chunk, False, extra, ready_timeout_s=args.timeout)
     server = stack.enter_context(fleet.run_server(PATHS[name], settings, args.logs / f"{name}.log"))
     for seed in range(_WARMUP_ROUNDS):
-        send_prompts(server, args, seed, new_tokens=1)
+        send_prompts(server, args, seed)
     if wrong := servers.check_prefill_lines(PATHS[name], servers.read_prefill_lines(server.log), args.tp):
         raise RuntimeError(f"{wrong}; log: {server.log}")
     return server
@@ -177,8 +178,7 @@ def profile(name: str, server: servers.Server, args: argparse.Namespace) -> dict
     folder, profile_id = args.logs / f"{name}-trace", f"{name}-{time.time_ns()}"
     body = {"output_dir": str(folder), "profile_id": profile_id, "activities": ["GPU"], "with_stack": False}
     post_text(server, "/start_profile", body | {"record_shapes": False}, args.timeout)
-    # With one new token an overlapped decode step would follow and count as layers; with none the scheduler skips it.
-    send_prompts(server, args, _WARMUP_ROUNDS, new_tokens=0)
+    send_prompts(server, args, seed=_WARMUP_ROUNDS)
     # Answers after every rank has written its trace.
     post_text(server, "/stop_profile", {}, args.timeout)
     events, gpu = read_trace(folder, profile_id)
