@@ -270,6 +270,10 @@ def test_first_prefill_compiles_nothing_after_the_start_up_request(tmp_path):
 def dispatch_facts(rank, world):
     """What CONTRACTS states as measured, on DeepEP's own class."""
     import torch.distributed as dist
+    from sglang.srt.layers.moe.token_dispatcher.elastic_buffer import prepare_environment
+
+    # DeepEP would take torch's communicator, which a group that is bound to no device has not made.
+    prepare_environment(num_nodes=1)
     from deep_ep import ElasticBuffer
 
     hidden, tokens, topk, experts = 2048, 256, 4, 8
