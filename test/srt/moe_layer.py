@@ -7,12 +7,16 @@ come from seeds, so any rank can compute what every rank must get.
 
 import os
 import socket
+import tempfile
 import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.multiprocessing as mp
+
+from resolved_args import write_config
 
 BLOCK = 128
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -87,8 +91,10 @@ def initialize(rank, world_size, port, capacity=512):
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
+    # One folder for the ranks of all test runs: nobody has to remove it.
+    model = Path(tempfile.gettempdir(), f"deepep-v2-test-model-{os.getuid()}")
     args = ServerArgs(
-        model_path=tiny_config_dir(),
+        model_path=str(write_config(model)),
         device=DEVICE,
         tp_size=world_size,
         load_format="dummy",
@@ -108,44 +114,6 @@ def initialize(rank, world_size, port, capacity=512):
         distributed_init_method=f"tcp://127.0.0.1:{port}",
     )
     initialize_model_parallel(backend="nccl" if on_gpu else "gloo")
-
-
-def tiny_config_dir():
-    """A model folder that holds only a Qwen3-MoE configuration: server arguments read it, no weights are loaded."""
-    import json
-    import tempfile
-
-    folder = os.path.join(tempfile.gettempdir(), f"deepep-v2-test-model-{os.getuid()}")
-    os.makedirs(folder, exist_ok=True)
-    config = dict(
-        architectures=["Qwen3MoeForCausalLM"],
-        model_type="qwen3_moe",
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=256,
-        moe_intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=64,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        hidden_act="silu",
-        max_position_embeddings=2048,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        tie_word_embeddings=False,
-        torch_dtype="bfloat16",
-    )
-    path = os.path.join(folder, "config.json")
-    temporary = f"{path}.{os.getpid()}"
-    with open(temporary, "w") as file:
-        json.dump(config, file)
-    os.replace(temporary, path)
-    return folder
 
 
 @contextmanager
