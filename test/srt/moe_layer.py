@@ -1,20 +1,16 @@
-"""Real SGLang MoE layers over several ranks, for tests: start ranks, build a FusedMoE, route tokens, compute the truth.
+"""Real SGLang MoE layers, for tests: initialise a rank, build a FusedMoE, route tokens, compute the truth.
 
-``run_ranks`` starts one process per rank and calls a module-level function in each with SGLang initialised for expert
-parallelism: over the CPU platform and gloo, or on one GPU per rank and NCCL where there are GPUs. Weights and inputs
-come from seeds, so any rank can compute what every rank must get.
+``rank_processes`` starts the ranks: over the CPU platform and gloo, or on one GPU per rank and NCCL where there are
+GPUs. Weights and inputs come from seeds, so any rank can compute what every rank must get.
 """
 
 import os
-import socket
 import tempfile
-import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
 
 from resolved_args import write_config
 
@@ -30,49 +26,6 @@ class Shape:
     hidden: int = 256
     intermediate: int = 256
     topk: int = 2
-
-
-def run_ranks(world_size, function, *args, env=None, timeout=240):
-    """Call ``function(rank, world_size, *args)`` in ``world_size`` ranks; the results, by rank.
-
-    Raises:
-        AssertionError: a rank raised, died or did not finish in ``timeout`` seconds; its traceback is the message.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    ranks = [
-        context.Process(target=_rank_main, args=(rank, world_size, port, env or {}, function, args, results))
-        for rank in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
-    outcome = {}
-    try:
-        for _ in ranks:
-            rank, error, value = results.get(timeout=timeout)
-            assert error is None, f"rank {rank}:\n{error}"
-            outcome[rank] = value
-    finally:
-        for process in ranks:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
-    return [outcome[rank] for rank in range(world_size)]
-
-
-def _rank_main(rank, world_size, port, env, function, args, results):
-    os.environ.update(env)
-    torch.set_num_threads(1)
-    try:
-        initialize(rank, world_size, port)
-        value = function(rank, world_size, *args)
-        results.put((rank, None, value))
-    except BaseException:
-        results.put((rank, traceback.format_exc(), None))
-        raise
 
 
 def initialize(rank, world_size, port, capacity=512):
