@@ -34,7 +34,20 @@ def bench(
         Path | None, typer.Option(help="Folder of the JSONL files (default: the committed results).")
     ] = None,
 ) -> None:
-    """Time one MoE layer on every path: plain SGLang, this patch, DeepGEMM's fused kernel, and the floor."""
+    """Time one MoE layer on every path: plain SGLang, this patch, DeepGEMM's fused kernel, and the floor.
+
+    Exit code 1: with --check, a path is slower than its committed record; else nothing was measured.
+
+    Examples:
+
+    * every path and size on one GPU, added to the committed results: sglang-deepep-v2 bench
+
+    * two ranks, two sizes, results elsewhere: sglang-deepep-v2 bench --ep 2 --tokens 512 --tokens 8192 --out bench-ep2
+
+    * a regression check of two paths: sglang-deepep-v2 bench --check --path psum --path psum_sync_free
+
+    * without a GPU: sglang-deepep-v2 bench --device cpu --shape tiny --tokens 8 --local-experts 8 --out bench-dry
+    """
     if not BENCHMARK.is_dir():
         typer.echo(f"bench runs from a checkout of the repository: {BENCHMARK} does not exist", err=True)
         raise typer.Exit(2)

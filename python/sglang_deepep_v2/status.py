@@ -20,7 +20,14 @@ def status(
         typer.Option("--write-lock", help="First lock the installed SGLang's files."),
     ] = False,
 ) -> None:
-    """List every overlaid module; exit code 1 when the installed SGLang is not the verified one."""
+    """List every overlaid module; exit code 1 when the installed SGLang is not the verified one.
+
+    Examples:
+
+    * what is overlaid, and on what: sglang-deepep-v2 status
+
+    * after a review of another SGLang's files: sglang-deepep-v2 status --write-lock
+    """
     error = None
     found: list[overlay.Finding] = []
     lock: dict[str, dict[str, str]] = {}

@@ -192,7 +192,13 @@ def upstream(
     New and replaced files are copied. In an extended file, SGLang's definitions that the patch takes over are renamed
     _base_NAME, and the patch's own follow them. A TREE that is no git repository is changed without commits.
 
-    Example: sglang-deepep-v2 upstream --into /tmp/sglang && git -C /tmp/sglang log -p base..
+    Examples:
+
+    * onto a copy of the installed SGLang: sglang-deepep-v2 upstream --into sglang-with-expand
+
+    * onto a checkout, on a branch of its own: sglang-deepep-v2 upstream --into sglang --branch expand
+
+    Then git -C sglang-with-expand log -p base.. shows what it changed.
     """
     console = Console()
     try:

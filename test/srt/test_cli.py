@@ -1,6 +1,8 @@
 """The command line: light to import, every command explains itself."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 
@@ -30,6 +32,17 @@ def test_every_command_and_option_explains_itself(name: str):
     done = python("from sglang_deepep_v2.cli import app; app()", name, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert f"Usage: -c {name}" in done.stdout
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_the_examples_in_the_help_are_command_lines_of_this_command(name: str):
+    examples = re.findall(r"^\* .*: sglang-deepep-v2 (.*)", COMMANDS[name].help, re.M)
+    assert examples
+    for example in examples:
+        command, *words = shlex.split(example)
+        assert command == name
+        # Raises on an option or a value that the command does not take.
+        COMMANDS[name].make_context(name, words)
 
 
 def test_status_agrees_with_this_environment():
