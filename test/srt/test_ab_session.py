@@ -186,8 +186,12 @@ app(["ab", "--quick", "--out", "runs"])
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_ends_every_child_and_exits_with_130(fake_servers, number):
+@pytest.mark.parametrize(
+    "numbers",
+    [[signal.SIGINT], [signal.SIGHUP], [signal.SIGTERM, signal.SIGINT]],
+    ids=lambda numbers: "+".join(number.name for number in numbers),
+)
+def test_ctrl_c_ends_every_child_and_exits_with_130(fake_servers, numbers):
     pid_file = fake_servers / "pids"
     env = os.environ | {"FAKE_CHILD_PID_FILE": str(pid_file), "FAKE_SLEEP_S": "60"}
     driver = DRIVER.format(folder=str(FAKE.parent))
@@ -197,7 +201,10 @@ def test_ctrl_c_ends_every_child_and_exits_with_130(fake_servers, number):
         wait_until(lambda: (fake_servers / "out.txt").read_text().count("50 prompts") == 2)
         children = list(map(int, pid_file.read_text().split()))
         assert len(children) == 2 and all(map(is_running, children))
-        process.send_signal(number)
+        for number in numbers:
+            process.send_signal(number)
+            # The children ignore SIGTERM, so that their end takes longer than this.
+            time.sleep(0.5)
         assert process.wait(timeout=30) == 130
     finally:
         process.kill()
