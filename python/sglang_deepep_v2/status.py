@@ -28,6 +28,10 @@ def status(
 
     * after a review of another SGLang's files: sglang-deepep-v2 status --write-lock
     """
+    try:
+        enabled = overlay.enabled()
+    except overlay.OverlayError as refusal:
+        raise typer.BadParameter(str(refusal)) from refusal
     error = None
     found: list[overlay.Finding] = []
     lock: dict[str, dict[str, str]] = {}
@@ -44,7 +48,7 @@ def status(
     except (overlay.OverlayError, OSError) as problem:
         error = str(problem)
     report = {
-        "enabled": overlay.enabled(),
+        "enabled": enabled,
         "sglang": installed,
         "verified": [*lock],
         "tree": str(overlay.TREE),

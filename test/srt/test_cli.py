@@ -51,3 +51,9 @@ def test_status_agrees_with_this_environment():
     assert (done.returncode, report["error"], report["enabled"]) == (0, None, True)
     assert report["sglang"] in report["verified"]
     assert {module["kind"] for module in report["modules"]} == {"new", "replaces", "extends"}
+
+
+def test_status_refuses_a_switch_that_is_neither_0_nor_1(monkeypatch):
+    monkeypatch.setenv("SGLANG_OVERLAY", "7")
+    done = python("from sglang_deepep_v2.cli import app; app()", "status")
+    assert done.returncode == 2 and "SGLANG_OVERLAY='7'" in done.stderr and "Traceback" not in done.stderr
