@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from sglang_deepep_v2.cli import app
 
@@ -57,3 +58,19 @@ def test_status_refuses_a_switch_that_is_neither_0_nor_1(monkeypatch):
     monkeypatch.setenv("SGLANG_OVERLAY", "7")
     done = python("from sglang_deepep_v2.cli import app; app()", "status")
     assert done.returncode == 2 and "SGLANG_OVERLAY='7'" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--into", "a_file"), "--into a_file is no folder"),
+        (("--into", "tree", "--branch", "two words"), "--branch two words is no branch name"),
+        (("--into", "tree", "--branch", "base"), "--branch base is SGLang's own here"),
+    ],
+)
+def test_upstream_refuses_bad_values_and_leaves_nothing_behind(monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_file").touch()
+    done = CliRunner().invoke(app, ["upstream", *arguments], env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and message in done.output, done.output
+    assert not (tmp_path / "tree").exists()
