@@ -1,4 +1,4 @@
-"""`sglang-deepep-v2 bench`: the layer benchmark, its regression check, its plots. Imports neither torch nor SGLang."""
+"""`sglang-deepep-v2 bench`: the layer benchmark, its regression check, its plots. Imports torch only to count GPUs."""
 
 import importlib.util
 import subprocess
@@ -22,30 +22,55 @@ def bench(
     records: Annotated[
         Path | None, typer.Option(help="With --check: compare these layer.jsonl records instead of measuring.")
     ] = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="Tokens per rank; repeat for several.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help="Tokens per rank; repeat for several.")] = None,
     path: Annotated[list[str] | None, typer.Option(help="Only these paths; repeat for several.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help="Named model shapes; repeat for several.")] = None,
-    local_experts: Annotated[list[int] | None, typer.Option(help="Experts per rank; repeat for several.")] = None,
-    ep: Annotated[int, typer.Option(help="Ranks, one GPU each.")] = 1,
-    rounds: Annotated[int, typer.Option(help="Rounds; the sides alternate in each.")] = 7,
+    local_experts: Annotated[
+        list[int] | None, typer.Option(min=1, help="Experts per rank; repeat for several.")
+    ] = None,
+    ep: Annotated[int, typer.Option(min=1, help="Ranks, one GPU each.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; the sides alternate in each.")] = 7,
     device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run without a GPU.")] = "cuda",
-    time_budget: Annotated[float, typer.Option(help="Seconds after which nothing new starts.")] = 1800.0,
+    time_budget: Annotated[float, typer.Option(min=1, help="Seconds after which nothing new starts.")] = 1800.0,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the JSONL files (default: the committed results).")
     ] = None,
 ) -> None:
-    """Time one MoE layer on every path: plain SGLang, this patch, DeepGEMM's fused kernel, and the floor."""
+    """Time one MoE layer on every path: plain SGLang, this patch, DeepGEMM's fused kernel, and the floor.
+
+    Exit code 1: with --check, a path is slower than its committed record; else nothing was measured.
+
+    Examples:
+
+    * every path and size on one GPU, added to the committed results: sglang-deepep-v2 bench
+
+    * two ranks, two sizes, results elsewhere: sglang-deepep-v2 bench --ep 2 --tokens 512 --tokens 8192 --out bench-ep2
+
+    * a regression check of two paths: sglang-deepep-v2 bench --check --path psum --path psum_sync_free
+
+    * without a GPU: sglang-deepep-v2 bench --device cpu --shape tiny --tokens 8 --local-experts 8 --out bench-dry
+    """
     if not BENCHMARK.is_dir():
         typer.echo(f"bench runs from a checkout of the repository: {BENCHMARK} does not exist", err=True)
         raise typer.Exit(2)
     committed = BENCHMARK / "results"
+    if out is not None and out.exists() and not out.is_dir():
+        raise typer.BadParameter(f"--out {out} is no folder")
+    if plot and out is not None and not out.exists():
+        raise typer.BadParameter(f"--plot draws the records in --out {out}, which does not exist")
     if plot:
         raise typer.Exit(_run("plot.py", "--results", out or committed))
     if records is not None and not check:
         typer.echo("--records goes with --check", err=True)
         raise typer.Exit(2)
+    if records is not None and not records.is_file():
+        raise typer.BadParameter(f"--records {records} is no file")
     if records is not None:
-        raise typer.Exit(compare(records, committed / "layer.jsonl"))
+        try:
+            raise typer.Exit(compare(records, committed / "layer.jsonl"))
+        except ValueError as problem:
+            raise typer.BadParameter(f"--records {records}: {problem}") from problem
+    _check_choices(path, shape, device, ep)
     command: list = ["bench_layer.py", "--ep", ep, "--rounds", rounds, "--device", device, "--time-budget", time_budget]
     named = {"--tokens": tokens, "--paths": path, "--shapes": shape, "--local-experts": local_experts}
     for option, values in named.items():
@@ -56,9 +81,30 @@ def bench(
     with tempfile.TemporaryDirectory() as temporary:
         # A check compares, it does not add to the committed records.
         folder = out or Path(temporary)
-        before = len(_records_module().read(folder / "layer.jsonl"))
+        before = len(_module("records").read(folder / "layer.jsonl"))
         status = _run(*command, "--no-host-profile", "--out", folder)
         raise typer.Exit(status or compare(folder / "layer.jsonl", committed / "layer.jsonl", skip=before))
+
+
+def _check_choices(paths: list[str] | None, names: list[str] | None, device: str, ep: int) -> None:
+    """Refuse names that the benchmark does not know, and more ranks than there are GPUs."""
+    layer = _module("bench_layer")
+    for option, values, known in (
+        ("--path", paths or (), layer.ALL_PATHS),
+        ("--shape", names or (), tuple(layer.shapes.WIDTHS)),
+        ("--device", (device,), ("cuda", "cpu")),
+    ):
+        for value in values:
+            if value not in known:
+                raise typer.BadParameter(f"{option} {value} is unknown; it takes {', '.join(known)}")
+    if device == "cuda" and (visible := _gpus()) < ep:
+        raise typer.BadParameter(f"--ep {ep} needs {ep} GPU(s), {visible} visible; --device cpu makes a dry run")
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def compare(new: Path, baseline: Path, skip: int = 0) -> int:
@@ -66,7 +112,7 @@ def compare(new: Path, baseline: Path, skip: int = 0) -> int:
 
     ``skip``: leading records of ``new`` that are older than the run to judge.
     """
-    module = _records_module()
+    module = _module("records")
     fresh, known = module.read(new)[skip:], module.read(baseline)
     count = module.compared(fresh, known)
     if not count:
@@ -83,8 +129,8 @@ def _run(script: str, *arguments) -> int:
     return subprocess.run([sys.executable, str(BENCHMARK / script), *map(str, arguments)]).returncode
 
 
-def _records_module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("deepep_v2_bench_records", BENCHMARK / "records.py")
+def _module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"deepep_v2_{name}", BENCHMARK / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

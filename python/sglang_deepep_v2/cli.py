@@ -1,12 +1,28 @@
 """The `sglang-deepep-v2` command. Imports neither torch nor SGLang; a command does so when it needs them."""
 
 import typer
+from typer.core import TyperCommand
 
 from sglang_deepep_v2.ab.command import ab
 from sglang_deepep_v2.bench import bench
 from sglang_deepep_v2.doctor import doctor
 from sglang_deepep_v2.status import status
 from sglang_deepep_v2.upstream import upstream
+
+
+class Command(TyperCommand):
+    """A command whose refusals name the refused value, which Typer's own leave out."""
+
+    def parse_args(self, ctx, args):
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as refusal:
+            # Of pydantic, where the installed Typer checks values with it.
+            problems = getattr(refusal.__cause__, "errors", list)()
+            if problems:
+                refusal.message += f", got {problems[0]['input']}"
+            raise
+
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -17,4 +33,4 @@ def _cli() -> None:
 
 
 for command in (status, doctor, ab, bench, upstream):
-    app.command()(command)
+    app.command(cls=Command)(command)

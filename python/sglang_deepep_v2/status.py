@@ -20,7 +20,18 @@ def status(
         typer.Option("--write-lock", help="First lock the installed SGLang's files."),
     ] = False,
 ) -> None:
-    """List every overlaid module; exit code 1 when the installed SGLang is not the verified one."""
+    """List every overlaid module; exit code 1 when the installed SGLang is not the verified one.
+
+    Examples:
+
+    * what is overlaid, and on what: sglang-deepep-v2 status
+
+    * after a review of another SGLang's files: sglang-deepep-v2 status --write-lock
+    """
+    try:
+        enabled = overlay.enabled()
+    except overlay.OverlayError as refusal:
+        raise typer.BadParameter(str(refusal)) from refusal
     error = None
     found: list[overlay.Finding] = []
     lock: dict[str, dict[str, str]] = {}
@@ -37,7 +48,7 @@ def status(
     except (overlay.OverlayError, OSError) as problem:
         error = str(problem)
     report = {
-        "enabled": overlay.enabled(),
+        "enabled": enabled,
         "sglang": installed,
         "verified": [*lock],
         "tree": str(overlay.TREE),

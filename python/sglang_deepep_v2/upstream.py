@@ -17,6 +17,7 @@ from sglang_deepep_v2 import overlay
 from sglang_deepep_v2.source_merge import MergeError, merge, without_kind
 
 _INSTALLED = "installed"
+_BASE_BRANCH = "base"
 _IDENTITY = ("-c", "user.name=sglang-deepep-v2", "-c", "user.email=sglang-deepep-v2@localhost")
 _SORT_IMPORTS = ("--isolated", "--select=I", "--fix", "--quiet", "--config", 'lint.isort.known-first-party=["sglang"]')
 
@@ -164,7 +165,7 @@ def _prepare(tree: Path, source: str, branch: str) -> tuple[dict[Concern, list[L
     origin = _source_package(source)
     plan = lay(origin)
     shutil.copytree(origin, package, ignore=shutil.ignore_patterns("__pycache__"))
-    _git(tree, "init", "--quiet", "-b", "base")
+    _git(tree, "init", "--quiet", "-b", _BASE_BRANCH)
     _commit(tree, f"sglang {overlay.base_version() if source == _INSTALLED else origin.resolve()}", "python")
     _git(tree, "switch", "--quiet", "-c", branch)
     return plan, True
@@ -192,8 +193,20 @@ def upstream(
     New and replaced files are copied. In an extended file, SGLang's definitions that the patch takes over are renamed
     _base_NAME, and the patch's own follow them. A TREE that is no git repository is changed without commits.
 
-    Example: sglang-deepep-v2 upstream --into /tmp/sglang && git -C /tmp/sglang log -p base..
+    Examples:
+
+    * onto a copy of the installed SGLang: sglang-deepep-v2 upstream --into sglang-with-expand
+
+    * onto a checkout, on a branch of its own: sglang-deepep-v2 upstream --into sglang --branch expand
+
+    Then git -C sglang-with-expand log -p base.. shows what it changed.
     """
+    if into.exists() and not into.is_dir():
+        raise typer.BadParameter(f"--into {into} is no folder")
+    # Before a new TREE is filled: it would stay behind.
+    valid = subprocess.run(["git", "check-ref-format", "--branch", branch], capture_output=True).returncode == 0
+    if not valid or branch == _BASE_BRANCH:
+        raise typer.BadParameter(f"--branch {branch} " + ("is SGLang's own here" if valid else "is no branch name"))
     console = Console()
     try:
         plan, is_repository = _prepare(into, source, branch)

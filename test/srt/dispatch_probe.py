@@ -10,10 +10,11 @@ SGLang is imported once; the ranks of a case are forks.
 
 import json
 import os
-import socket
 import sys
 from multiprocessing import get_context
 from pathlib import Path
+
+from sglang_deepep_v2.ab.servers import free_port
 
 
 class _Dispatched(Exception):
@@ -24,12 +25,6 @@ def _stop_at_dispatch(self, hidden_states, topk_output):
     from sglang.srt.layers.dp_attention import get_is_extend_in_batch
 
     raise _Dispatched(hidden_states.shape[0], bool(get_is_extend_in_batch()))
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _prefill(runner, lengths: list[int]) -> None:
@@ -169,7 +164,7 @@ def main(cases: list[dict]) -> list[list]:
     context = get_context("fork")
     outcome = []
     for case in cases:
-        results, port = context.SimpleQueue(), _free_port()
+        results, port = context.SimpleQueue(), free_port()
         ranks = [
             context.Process(target=_rank_main, args=(case, rank, port, results))
             for rank in range(case["arguments"]["tp_size"])

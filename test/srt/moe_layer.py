@@ -1,18 +1,18 @@
-"""Real SGLang MoE layers over several ranks, for tests: start ranks, build a FusedMoE, route tokens, compute the truth.
+"""Real SGLang MoE layers, for tests: initialise a rank, build a FusedMoE, route tokens, compute the truth.
 
-``run_ranks`` starts one process per rank and calls a module-level function in each with SGLang initialised for expert
-parallelism: over the CPU platform and gloo, or on one GPU per rank and NCCL where there are GPUs. Weights and inputs
-come from seeds, so any rank can compute what every rank must get.
+``rank_processes`` starts the ranks: over the CPU platform and gloo, or on one GPU per rank and NCCL where there are
+GPUs. Weights and inputs come from seeds, so any rank can compute what every rank must get.
 """
 
 import os
-import socket
-import traceback
+import tempfile
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
+
+from resolved_args import write_config
 
 BLOCK = 128
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,49 +26,6 @@ class Shape:
     hidden: int = 256
     intermediate: int = 256
     topk: int = 2
-
-
-def run_ranks(world_size, function, *args, env=None, timeout=240):
-    """Call ``function(rank, world_size, *args)`` in ``world_size`` ranks; the results, by rank.
-
-    Raises:
-        AssertionError: a rank raised, died or did not finish in ``timeout`` seconds; its traceback is the message.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    ranks = [
-        context.Process(target=_rank_main, args=(rank, world_size, port, env or {}, function, args, results))
-        for rank in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
-    outcome = {}
-    try:
-        for _ in ranks:
-            rank, error, value = results.get(timeout=timeout)
-            assert error is None, f"rank {rank}:\n{error}"
-            outcome[rank] = value
-    finally:
-        for process in ranks:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
-    return [outcome[rank] for rank in range(world_size)]
-
-
-def _rank_main(rank, world_size, port, env, function, args, results):
-    os.environ.update(env)
-    torch.set_num_threads(1)
-    try:
-        initialize(rank, world_size, port)
-        value = function(rank, world_size, *args)
-        results.put((rank, None, value))
-    except BaseException:
-        results.put((rank, traceback.format_exc(), None))
-        raise
 
 
 def initialize(rank, world_size, port, capacity=512):
@@ -87,8 +44,10 @@ def initialize(rank, world_size, port, capacity=512):
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
 
+    # One folder for the ranks of all test runs: nobody has to remove it.
+    model = Path(tempfile.gettempdir(), f"deepep-v2-test-model-{os.getuid()}")
     args = ServerArgs(
-        model_path=tiny_config_dir(),
+        model_path=str(write_config(model)),
         device=DEVICE,
         tp_size=world_size,
         load_format="dummy",
@@ -108,44 +67,6 @@ def initialize(rank, world_size, port, capacity=512):
         distributed_init_method=f"tcp://127.0.0.1:{port}",
     )
     initialize_model_parallel(backend="nccl" if on_gpu else "gloo")
-
-
-def tiny_config_dir():
-    """A model folder that holds only a Qwen3-MoE configuration: server arguments read it, no weights are loaded."""
-    import json
-    import tempfile
-
-    folder = os.path.join(tempfile.gettempdir(), f"deepep-v2-test-model-{os.getuid()}")
-    os.makedirs(folder, exist_ok=True)
-    config = dict(
-        architectures=["Qwen3MoeForCausalLM"],
-        model_type="qwen3_moe",
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=256,
-        moe_intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=64,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        hidden_act="silu",
-        max_position_embeddings=2048,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        tie_word_embeddings=False,
-        torch_dtype="bfloat16",
-    )
-    path = os.path.join(folder, "config.json")
-    temporary = f"{path}.{os.getpid()}"
-    with open(temporary, "w") as file:
-        json.dump(config, file)
-    os.replace(temporary, path)
-    return folder
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Server arguments of a tiny Qwen3-MoE, resolved by SGLang's own pipeline; no weights and no server."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,10 @@ QWEN3_MOE = {
 def write_config(folder: Path, **overrides: Any) -> Path:
     """Write the model's config.json, with ``overrides`` applied, into ``folder``; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(QWEN3_MOE | overrides))
+    # Ranks that share a folder read it while another writes: never half a file.
+    draft = folder / f"config.json.{os.getpid()}"
+    draft.write_text(json.dumps(QWEN3_MOE | overrides))
+    draft.replace(folder / "config.json")
     return folder
 
 

@@ -186,8 +186,12 @@ app(["ab", "--quick", "--out", "runs"])
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_ends_every_child_and_exits_with_130(fake_servers, number):
+@pytest.mark.parametrize(
+    "numbers",
+    [[signal.SIGINT], [signal.SIGHUP], [signal.SIGTERM, signal.SIGINT]],
+    ids=lambda numbers: "+".join(number.name for number in numbers),
+)
+def test_ctrl_c_ends_every_child_and_exits_with_130(fake_servers, numbers):
     pid_file = fake_servers / "pids"
     env = os.environ | {"FAKE_CHILD_PID_FILE": str(pid_file), "FAKE_SLEEP_S": "60"}
     driver = DRIVER.format(folder=str(FAKE.parent))
@@ -197,7 +201,10 @@ def test_ctrl_c_ends_every_child_and_exits_with_130(fake_servers, number):
         wait_until(lambda: (fake_servers / "out.txt").read_text().count("50 prompts") == 2)
         children = list(map(int, pid_file.read_text().split()))
         assert len(children) == 2 and all(map(is_running, children))
-        process.send_signal(number)
+        for number in numbers:
+            process.send_signal(number)
+            # The children ignore SIGTERM, so that their end takes longer than this.
+            time.sleep(0.5)
         assert process.wait(timeout=30) == 130
     finally:
         process.kill()
@@ -226,6 +233,9 @@ def test_an_evaluation_runs_on_every_path_and_is_written_beside_the_differences(
 
 
 def test_misused_options_are_refused_before_anything_starts(fake_servers):
+    Path("a_file").touch()
+    Path("bad_model").mkdir()
+    Path("bad_model/config.json").write_text("{")
     for args, message in (
         (["--paths", "sglang_expanded"], "needs a GPU"),
         (["--paths", "quick"], "unknown path"),
@@ -233,8 +243,25 @@ def test_misused_options_are_refused_before_anything_starts(fake_servers):
         (["--eval", "mmlu"], "knows gsm8k"),
         (["--eval", "gsm8k"], "--data-path"),
         (["--model", "random:gpt"], "generated ones are random:qwen3-moe-fp8"),
+        (["--paths", ""], "--paths names no path"),
+        (["--paths", "psum,psum"], "--paths names psum twice"),
+        (["--model", "bad_model"], "--model bad_model: bad_model/config.json is not JSON"),
+        (["--model", "."], "--model . is no checkpoint folder: it has no config.json"),
+        (["--model", "./absent/model"], "--model ./absent/model is no folder here"),
+        (["--tp", "0"], "got 0"),
+        (["--tp", "two"], "got two"),
+        (["--tp", "3"], "--tp 3 must divide the 8 experts and 4 attention heads of qwen3-moe-fp8"),
+        (["--chunk", "4096"], "--chunk 4096 and --new-tokens 4 make sequences of up to 4132 tokens"),
+        (["--bound", "-1"], "got -1"),
+        (["--outliers", "2"], "got 2"),
+        (["--mem-fraction", "0"], "got 0"),
+        (["--server-args", "'open"], '--server-args "\'open" is no shell command line'),
+        (["--server-pythonpath", "a_file"], "--server-pythonpath a_file is no folder"),
+        (["--data-path", "a_file"], "--data-path a_file goes with --eval gsm8k"),
+        (["--out", "a_file"], "--out a_file cannot be made a folder of results: File exists"),
+        (["--json", "absent/result.json"], "--json absent/result.json cannot be written: absent is no folder"),
     ):
-        outcome = CliRunner().invoke(app, ["ab", *args], env={"COLUMNS": "400"})
+        outcome = CliRunner().invoke(app, ["ab", *args], env={"COLUMNS": "400", "HF_HUB_OFFLINE": "1"})
         assert outcome.exit_code == 2 and message in outcome.output, (args, outcome.output)
     assert not Path("runs").exists()
 

@@ -259,8 +259,37 @@ def test_command_says_that_a_wheel_has_no_benchmark(command, monkeypatch, tmp_pa
     assert result.exit_code == 2 and "checkout" in result.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--path nope", "--path nope is unknown; it takes sglang_nonexpanded"),
+        ("--shape nope", "--shape nope is unknown; it takes seed"),
+        ("--device tpu", "--device tpu is unknown; it takes cuda, cpu"),
+        ("--ep 3", "--ep 3 needs 3 GPU(s), 2 visible; --device cpu"),
+        ("--ep 0", "--ep"),
+        ("--tokens -1", "--tokens"),
+        ("--local-experts 0", "--local-experts"),
+        ("--rounds 0", "--rounds"),
+        ("--time-budget -1", "--time-budget"),
+        ("--out {file}", "is no folder"),
+        ("--plot --out {absent}", "which does not exist"),
+        ("--check --records {absent}", "is no file"),
+        ("--check --records {file}", "file:1"),
+    ],
+)
+def test_command_refuses_bad_values_before_it_starts(command, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setattr(bench_command, "_gpus", lambda: 2)
+    monkeypatch.setattr(bench_command, "_run", lambda *_: pytest.fail("started"))
+    (tmp_path / "file").write_text("{broken\n")
+    words = arguments.format(file=tmp_path / "file", absent=tmp_path / "absent").split()
+    result = command(*words)
+    assert result.exit_code == 2 and message in result.output, result.output
+
+
 def test_command_passes_its_options_on(command, monkeypatch, tmp_path):
     seen = []
+    monkeypatch.setattr(bench_command, "_gpus", lambda: 2)
     monkeypatch.setattr(bench_command, "_run", lambda script, *arguments: seen.append((script, *arguments)) or 0)
     assert command("--tokens", 512, "--tokens", 8192, "--ep", 2, "--path", "psum", "--out", tmp_path).exit_code == 0
     [(script, *arguments)] = seen

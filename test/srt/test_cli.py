@@ -1,11 +1,14 @@
 """The command line: light to import, every command explains itself."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from sglang_deepep_v2.cli import app
 
@@ -32,9 +35,42 @@ def test_every_command_and_option_explains_itself(name: str):
     assert f"Usage: -c {name}" in done.stdout
 
 
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_the_examples_in_the_help_are_command_lines_of_this_command(name: str):
+    examples = re.findall(r"^\* .*: sglang-deepep-v2 (.*)", COMMANDS[name].help, re.M)
+    assert examples
+    for example in examples:
+        command, *words = shlex.split(example)
+        assert command == name
+        # Raises on an option or a value that the command does not take.
+        COMMANDS[name].make_context(name, words)
+
+
 def test_status_agrees_with_this_environment():
     done = python("from sglang_deepep_v2.cli import app; app()", "status", "--json")
     report = json.loads(done.stdout)
     assert (done.returncode, report["error"], report["enabled"]) == (0, None, True)
     assert report["sglang"] in report["verified"]
     assert {module["kind"] for module in report["modules"]} == {"new", "replaces", "extends"}
+
+
+def test_status_refuses_a_switch_that_is_neither_0_nor_1(monkeypatch):
+    monkeypatch.setenv("SGLANG_OVERLAY", "7")
+    done = python("from sglang_deepep_v2.cli import app; app()", "status")
+    assert done.returncode == 2 and "SGLANG_OVERLAY='7'" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--into", "a_file"), "--into a_file is no folder"),
+        (("--into", "tree", "--branch", "two words"), "--branch two words is no branch name"),
+        (("--into", "tree", "--branch", "base"), "--branch base is SGLang's own here"),
+    ],
+)
+def test_upstream_refuses_bad_values_and_leaves_nothing_behind(monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a_file").touch()
+    done = CliRunner().invoke(app, ["upstream", *arguments], env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and message in done.output, done.output
+    assert not (tmp_path / "tree").exists()

@@ -18,10 +18,10 @@ from moe_layer import (
     build_layer,
     forward,
     relative_error,
-    run_ranks,
     truth,
     variables,
 )
+from rank_processes import run_ranks
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="test_gpu_layer.py runs these checks on real DeepEP")
 

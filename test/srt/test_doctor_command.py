@@ -11,6 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from doctor_fakes import CAPACITY, LAUNCH, OVERLAY, expect, with_gpus, without_gpu
+from resolved_args import write_config
 from sglang_deepep_v2.doctor import doctor, examine, hardware, settings
 from sglang_deepep_v2.doctor.launch import check_launch, read_command
 from sglang_deepep_v2.doctor.machine import REFERENCE, USE_REFERENCE, Finding, Machine
@@ -342,28 +343,6 @@ app.command()(doctor)
 app.callback()(lambda: None)
 
 
-def checkpoint(folder, **changes):
-    config = dict(
-        architectures=["Qwen3MoeForCausalLM"],
-        model_type="qwen3_moe",
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=256,
-        moe_intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=64,
-        num_experts=8,
-        num_experts_per_tok=2,
-        max_position_embeddings=2048,
-        torch_dtype="bfloat16",
-    )
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-    return str(folder)
-
-
 def run_doctor(*words, **env):
     done = CliRunner().invoke(app, ["doctor", "--json", *words], env=env)
     report = json.loads(done.stdout)
@@ -373,7 +352,7 @@ def run_doctor(*words, **env):
 
 def test_command_on_this_machine(tmp_path):
     """End to end on whatever machine this is, with a launch command whose budget does not fit."""
-    command = f"python -m sglang.launch_server --model-path {checkpoint(tmp_path / 'm')} --moe-a2a-backend deepep_v2"
+    command = f"python -m sglang.launch_server --model-path {write_config(tmp_path)} --moe-a2a-backend deepep_v2"
     words = f"{CAPACITY}=1023 {command} --tp 8 --device cuda --chunked-prefill-size 8192".split()
     found = run_doctor("--", *words)
     assert found["overlay"]["level"] == "ok" and found["torch"]["level"] == "ok"
@@ -385,7 +364,7 @@ def test_command_on_this_machine(tmp_path):
 
 def test_launch_command_without_a_device(tmp_path):
     """Where no GPU is, SGLang starts a CPU server, and the doctor says what it took the command for."""
-    command = f"python -m sglang.launch_server --model-path {checkpoint(tmp_path / 'm')} --moe-a2a-backend deepep_v2"
+    command = f"python -m sglang.launch_server --model-path {write_config(tmp_path)} --moe-a2a-backend deepep_v2"
     machine = Machine({**os.environ, CAPACITY: "32"})
     if machine.has_gpu:
         pytest.skip("needs a machine without a GPU")
@@ -397,7 +376,7 @@ def test_launch_command_without_a_device(tmp_path):
 
 
 def test_launch_command_that_fits(tmp_path):
-    words = f"sglang serve {checkpoint(tmp_path / 'm')} --moe-a2a-backend deepep_v2 --tp 2 --device cuda"
+    words = f"sglang serve {write_config(tmp_path)} --moe-a2a-backend deepep_v2 --tp 2 --device cuda"
     launch = read_command([*words.split(), "--chunked-prefill-size", "1000", "--max-prefill-tokens", "1000"])
     finding = check_launch(Machine({**os.environ, CAPACITY: "500"}), launch)
     if "needs 2 GPUs" in finding.message:

@@ -13,7 +13,7 @@ import torch
 
 import moe_layer
 from moe_layer import Batch, Shape, Weights
-from rank_processes import run_ranks
+from rank_processes import watch_ranks
 
 GROUP_TIMEOUT_S = 3
 # A survivor may wait once for the group's timeout; the rest is for starting and for leaving.
@@ -24,7 +24,7 @@ LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pi
 
 
 def ranks(world_size, function, *args, env=PSUM):
-    return run_ranks(world_size, function, *args, env=env, group_timeout_s=GROUP_TIMEOUT_S, deadline_s=DEADLINE_S)
+    return watch_ranks(world_size, function, *args, env=env, group_timeout_s=GROUP_TIMEOUT_S, deadline_s=DEADLINE_S)
 
 
 def checked_forward(layer, weights, rank, step):

@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 
-from moe_layer import PATHS, Batch, Shape, Weights, build_layer, forward, relative_error, run_ranks, truth, variables
+from moe_layer import PATHS, Batch, Shape, Weights, build_layer, forward, relative_error, truth, variables
+from rank_processes import run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -263,7 +264,7 @@ def jit_facts(rank, world, cache):
 
 def test_first_prefill_compiles_nothing_after_the_start_up_request(tmp_path):
     environment = dict(SGLANG_JIT_DEEPGEMM_PRECOMPILE="1", SGLANG_DG_CACHE_DIR=str(tmp_path))
-    [(warm, added)] = run_ranks(1, jit_facts, str(tmp_path), env=environment, timeout=500)
+    [(warm, added)] = run_ranks(1, jit_facts, str(tmp_path), env=environment, timeout_s=500)
     assert warm > 0 and not added, added
 
 

@@ -28,9 +28,8 @@ def outputs(rank, world_size, idle):
 
 @pytest.mark.parametrize(("world_size", "idle"), [(2, (1,)), (8, (0, 3, 7))], ids=["ep2", "ep8"])
 def test_r2_idle_ranks_change_no_bit(world_size, idle):
-    for rank, outcome in enumerate(run_ranks(world_size, outputs, idle, deadline_s=200)):
-        assert outcome.exit_code == 0, outcome.error
-        for path, seen in outcome.value.items():
+    for rank, seen_by_path in enumerate(run_ranks(world_size, outputs, idle)):
+        for path, seen in seen_by_path.items():
             everyone, first, again, back = map(torch.tensor, seen)
             assert torch.equal(back, everyone), path
             if rank in idle:
@@ -38,4 +37,4 @@ def test_r2_idle_ranks_change_no_bit(world_size, idle):
             else:
                 assert torch.equal(first, everyone) and torch.equal(again, everyone), (rank, path)
         # Without a host sync an idle rank sends no dummy token, and the other ranks' rows are the same all the same.
-        assert torch.equal(torch.tensor(outcome.value["psum"][1]), torch.tensor(outcome.value["psum_sync_free"][1]))
+        assert torch.equal(torch.tensor(seen_by_path["psum"][1]), torch.tensor(seen_by_path["psum_sync_free"][1]))

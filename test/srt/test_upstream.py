@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sglang_deepep_v2 import overlay, upstream
+from sglang_deepep_v2.ab.servers import free_port
 from sglang_deepep_v2.cli import app
 from sglang_deepep_v2.source_merge import MergeError, merge, without_kind
 from sglang_deepep_v2.upstream import CONCERNS
@@ -143,14 +144,6 @@ def finish(probe: subprocess.Popen) -> dict:
     lines = [line for line in out.splitlines() if line.startswith("REPORT")]
     assert lines, err[-3000:]
     return json.loads(lines[0].removeprefix("REPORT"))
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.slow

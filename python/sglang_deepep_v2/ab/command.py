@@ -7,7 +7,7 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,12 +16,15 @@ from sglang_deepep_v2.ab import report
 from sglang_deepep_v2.ab.accuracy import EvalSettings, check_data, evaluate_gsm8k
 from sglang_deepep_v2.ab.compare import compare_probes
 from sglang_deepep_v2.ab.paths import PATHS, ServePath, select_paths
-from sglang_deepep_v2.ab.probe import make_prompts
+from sglang_deepep_v2.ab.probe import longest_prompt, make_prompts
 from sglang_deepep_v2.ab.provenance import stamp
 from sglang_deepep_v2.ab.reference import supports
 from sglang_deepep_v2.ab.servers import Fleet, ServerFailed, ServeSettings, interrupt_on_sigterm
 from sglang_deepep_v2.ab.session import REFERENCE, Job, run_all
 from sglang_deepep_v2.ab.throughput import ThroughputPlan, measure_throughput
+
+if TYPE_CHECKING:
+    from sglang_deepep_v2.ab.checkpoints import CheckpointSpec
 
 DEMO_DIR = Path(".demo")
 # Twice the largest difference between correct paths of these checkpoints (0.05, and 0.10 from fp32 transformers); a
@@ -95,13 +98,17 @@ def ab(
     bound: Annotated[
         float | None,
         typer.Option(
-            help=f"Largest logprob difference that counts as agreement. Demo: {_DEMO_BOUND}, else {_MODEL_BOUND}."
+            min=0,
+            help=f"Largest logprob difference that counts as agreement. Demo: {_DEMO_BOUND}, else {_MODEL_BOUND}.",
         ),
     ] = None,
     outliers: Annotated[
-        float | None, typer.Option(help=f"Share of logprobs allowed beyond it. Demo: 0, else {_MODEL_OUTLIERS}.")
+        float | None,
+        typer.Option(min=0, max=1, help=f"Share of logprobs allowed beyond it. Demo: 0, else {_MODEL_OUTLIERS}."),
     ] = None,
-    mem_fraction: Annotated[float | None, typer.Option(help="--mem-fraction-static of every GPU server.")] = None,
+    mem_fraction: Annotated[
+        float | None, typer.Option(min=0.01, max=1, help="--mem-fraction-static of every GPU server.")
+    ] = None,
     server_args: Annotated[
         str, typer.Option(help="More arguments for every sglang.launch_server, as one string.")
     ] = "",
@@ -145,8 +152,8 @@ def ab(
         bound=bound if bound is not None else (_DEMO_BOUND if cpu else _MODEL_BOUND),
         outliers=outliers if outliers is not None else (0.0 if cpu else _MODEL_OUTLIERS),
         lengths=_parse_lengths(prompt_len if prompt_len is not None else ("" if cpu else "1024,8192")),
-        extra_args=(*shlex.split(server_args), *(("--mem-fraction-static", str(mem_fraction)) if mem_fraction else ())),
-        pythonpath=tuple(str(directory.resolve()) for directory in server_pythonpath or ()),
+        extra_args=(*_words(server_args), *(("--mem-fraction-static", str(mem_fraction)) if mem_fraction else ())),
+        pythonpath=tuple(map(_folder, server_pythonpath or ())),
         out=out or (DEMO_DIR / "runs" if cpu else Path("ab-results")),
         jobs=jobs or (2 if cpu else 1),
         resume=resume,
@@ -154,8 +161,9 @@ def ab(
     )
     try:
         checkpoints = _checkpoints(options, paths, quick)
-    except ValueError as exc:
+    except (ValueError, OSError) as exc:
         raise typer.BadParameter(str(exc)) from exc
+    _check_outputs(options.out, json_file)
     fleet, passed, document = Fleet(), True, {"checkpoints": {}, "throughput": []}
     if cpu:
         _explain_cpu(console)
@@ -224,8 +232,34 @@ def _parse_lengths(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def _words(server_args: str) -> list[str]:
+    try:
+        return shlex.split(server_args)
+    except ValueError as exc:
+        raise typer.BadParameter(f"--server-args {server_args!r} is no shell command line: {exc}") from exc
+
+
+def _folder(pythonpath: Path) -> str:
+    if not pythonpath.is_dir():
+        raise typer.BadParameter(f"--server-pythonpath {pythonpath} is no folder")
+    return str(pythonpath.resolve())
+
+
+def _check_outputs(out: Path, json_file: Path | None) -> None:
+    """Refuse what could not be written after an hour of measuring, and make the folder of results."""
+    if json_file is not None and str(json_file) != "-" and (json_file.is_dir() or not json_file.parent.is_dir()):
+        why = "it is a folder" if json_file.is_dir() else f"{json_file.parent} is no folder"
+        raise typer.BadParameter(f"--json {json_file} cannot be written: {why}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise typer.BadParameter(f"--out {out} cannot be made a folder of results: {exc.strerror}") from exc
+
+
 def _evaluation(name, data_path, questions, shots, max_new_tokens) -> EvalSettings | None:
     if name is None:
+        if data_path is not None:
+            raise typer.BadParameter(f"--data-path {data_path} goes with --eval gsm8k")
         return None
     if name != "gsm8k":
         raise typer.BadParameter(f"--eval knows gsm8k, got {name!r}")
@@ -245,21 +279,37 @@ def _checkpoints(options: _Options, paths: str | None, quick: bool) -> list[Chec
     if options.model is None:
         found = []
         for name, default_paths in (_QUICK if quick else _DEMO_PATHS).items():
-            selected = select_paths(paths or default_paths, cpu=True, ranks=options.tp)
+            selected = select_paths(default_paths if paths is None else paths, cpu=True, ranks=options.tp)
+            _check_fits(TINY[name], options)
             directory = ensure_checkpoint(TINY[name], DEMO_DIR / "checkpoints").resolve()
             found.append(Checkpoint(name, str(directory), TINY[name].vocab, selected, supports(str(directory))))
         return found
     default_paths = _QUICK_MODEL_PATHS if quick or options.cpu else _MODEL_PATHS
-    selected = select_paths(paths or default_paths, cpu=options.cpu, ranks=options.tp)
+    selected = select_paths(default_paths if paths is None else paths, cpu=options.cpu, ranks=options.tp)
     model = options.model
     if model.startswith(_RANDOM_PREFIX):
         name = "random-" + model.removeprefix(_RANDOM_PREFIX)
         if name not in REALISTIC:
             known = ", ".join(_RANDOM_PREFIX + key.removeprefix("random-") for key in REALISTIC)
             raise ValueError(f"--model {model} is unknown; generated ones are {known}")
+        _check_fits(REALISTIC[name], options)
         device = "cpu" if options.cpu else "cuda"
         model = str(ensure_checkpoint(REALISTIC[name], DEMO_DIR / "checkpoints", device).resolve())
     return [Checkpoint(Path(model).name, model, _vocabulary(model), selected, False)]
+
+
+def _check_fits(spec: CheckpointSpec, options: _Options) -> None:
+    """Refuse what no server of a generated checkpoint starts with. Raises ValueError."""
+    if spec.experts % options.tp or spec.heads % options.tp:
+        raise ValueError(
+            f"--tp {options.tp} must divide the {spec.experts} experts and {spec.heads} attention heads of {spec.name}"
+        )
+    longest = longest_prompt(options.chunk) + options.new_tokens
+    if longest > spec.max_positions:
+        raise ValueError(
+            f"--chunk {options.chunk} and --new-tokens {options.new_tokens} make sequences of up to {longest} tokens, "
+            f"{spec.name} takes {spec.max_positions}"
+        )
 
 
 def _has_cuda() -> bool:
@@ -272,14 +322,23 @@ def _vocabulary(model: str) -> int:
     """The vocabulary of a checkpoint, from its config file or from transformers for a Hugging Face name."""
     config_file = Path(model) / "config.json"
     if config_file.is_file():
-        config = json.loads(config_file.read_text())
+        try:
+            config = json.loads(config_file.read_text())
+        except ValueError as exc:
+            raise ValueError(f"--model {model}: {config_file} is not JSON: {exc}") from exc
+    elif Path(model).exists():
+        raise ValueError(f"--model {model} is no checkpoint folder: it has no config.json")
     else:
         from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(model, trust_remote_code=True).to_dict()
+        try:
+            config = AutoConfig.from_pretrained(model, trust_remote_code=True).to_dict()
+        except (ValueError, OSError) as exc:
+            reason = str(exc).splitlines()[0]
+            raise ValueError(f"--model {model} is no folder here, and as a Hugging Face name: {reason}") from exc
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     if not size:
-        raise ValueError(f"{model}: config.json names no vocab_size")
+        raise ValueError(f"--model {model}: config.json names no vocab_size")
     return size
 
 

@@ -112,6 +112,8 @@ def select_paths(names: str, *, cpu: bool, ranks: int) -> list[ServePath]:
             )
         if ranks < path.min_ranks:
             raise ValueError(f"path {name} needs at least {path.min_ranks} ranks, --tp is {ranks}")
+        if path in selected:
+            raise ValueError(f"--paths names {name} twice; each path is served once")
         selected.append(path)
     if not selected:
         raise ValueError(f"--paths names no path; it takes {', '.join(PATHS)}")

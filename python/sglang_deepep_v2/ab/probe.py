@@ -13,6 +13,7 @@ from sglang_deepep_v2.ab.servers import Server
 NUM_PROMPTS = 50
 _FIRST_TOKEN = 10
 _LONG_EVERY = 20
+_LONGER_BY = 32
 
 
 @dataclass
@@ -32,12 +33,17 @@ class Probe:
     margins: list[float]
 
 
+def longest_prompt(chunk: int) -> int:
+    """Most tokens of a prompt that `make_prompts` makes."""
+    return chunk + _LONGER_BY
+
+
 def make_prompts(vocab: int, chunk: int, seed: int = 0, num_prompts: int = NUM_PROMPTS) -> list[list[int]]:
     """`num_prompts` token-id prompts; every twentieth is longer than `chunk` tokens, the others 4 to 24 tokens long."""
     rng = random.Random(seed)
     prompts = []
     for index in range(num_prompts):
-        length = chunk + rng.randint(1, 32) if index % _LONG_EVERY == 0 else rng.randint(4, 24)
+        length = chunk + rng.randint(1, _LONGER_BY) if index % _LONG_EVERY == 0 else rng.randint(4, 24)
         prompts.append([rng.randrange(_FIRST_TOKEN, vocab) for _ in range(length)])
     return prompts
 

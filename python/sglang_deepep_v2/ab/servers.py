@@ -306,19 +306,30 @@ def check_prefill_lines(path: ServePath, lines: Sequence[PrefillLine], ranks: in
 
 @contextlib.contextmanager
 def interrupt_on_sigterm() -> Iterator[None]:
-    """Within the block SIGTERM unwinds the stack as Ctrl-C does, so that no server is left behind."""
+    """Within the block the first SIGINT, SIGTERM or SIGHUP unwinds the stack as Ctrl-C does; later ones do nothing.
+
+    A second Ctrl-C would cut short what ends the servers, which do not get the terminal's own.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(signum, frame):
+        for number in previous:
+            signal.signal(number, lambda *_: None)
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    # What the caller ignores stays ignored: nohup.
+    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.getsignal(number) for number in wanted}
+    previous = {number: handler for number, handler in previous.items() if handler is not signal.SIG_IGN}
+    for number in previous:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _log_tail(log: Path) -> str:

@@ -71,7 +71,16 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds one import or command may take.", min=1)] = 120.0,
 ) -> None:
-    """Check this machine, and a launch command, for the DeepEP V2 backend. Exits 1 when a check fails."""
+    """Check this machine, and a launch command, for the DeepEP V2 backend. Exits 1 when a check fails.
+
+    Examples:
+
+    * this machine: sglang-deepep-v2 doctor
+
+    * a launch command too, for GPUs: sglang-deepep-v2 doctor -- sglang serve MODEL --tp 8 --device cuda
+
+    * with its variables: sglang-deepep-v2 doctor -- NAME=VALUE python -m sglang.launch_server --model-path MODEL
+    """
     launch = read_command(command) if command else None
     machine = Machine(timeout_s=timeout)
     if launch:
