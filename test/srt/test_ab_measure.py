@@ -1,5 +1,7 @@
 """GSM8K and throughput through the A/B: SGLang's own programs against a fake server."""
 
+import contextlib
+import dataclasses
 import itertools
 import json
 import sys
@@ -13,6 +15,7 @@ from sglang_deepep_v2.ab.checkpoints import _write_tokenizer
 from sglang_deepep_v2.ab.paths import PATHS
 from sglang_deepep_v2.ab.servers import Fleet, ServerFailed, ServeSettings
 from sglang_deepep_v2.ab.serving_bench import start_serving_bench
+from sglang_deepep_v2.ab.session import Job, Kept, run_path
 from sglang_deepep_v2.ab.throughput import ThroughputPlan, measure_throughput, summarize
 
 FAKE = Path(__file__).with_name("ab_fake_server.py")
@@ -108,6 +111,23 @@ def test_rounds_alternate_and_rows_carry_median_and_spread(fake_servers, monkeyp
     first = next(row for row in rows if (row["path"], row["prompt_len"]) == ("psum", 32))
     assert (first["input_tok_s_min"], first["input_tok_s_median"], first["input_tok_s_max"]) == (103.0, 105.0, 111.0)
     assert first["rounds"] == 3 and first["ep"] == 2 and first["model"] == "tiny"
+
+
+def test_a_kept_server_is_measured_without_a_second_start(fake_servers, monkeypatch):
+    monkeypatch.setattr(throughput, "run_bench", lambda *args: 1.0)
+    with contextlib.ExitStack() as stack:
+        plan = make_plan(fake_servers, together=True)
+        kept = Kept(stack)
+        job = Job("tiny", SETTINGS, [[1, 2], [3]], 2, plan.out, plan.fleet, keep=kept)
+        assert run_path(job, PATHS["psum"], lambda *_: None).error is None
+        server = kept.servers["psum"]
+        assert server.process.poll() is None
+        plan = dataclasses.replace(plan, servers=kept.servers)
+        measure_throughput(plan, [PATHS["psum"], PATHS["labels"]], lambda *_: None)
+        assert server.process.poll() is None
+    assert server.process.poll() is not None
+    started = sorted(log.name for log in plan.out.glob("*throughput-server.log"))
+    assert started == ["tiny.labels.throughput-server.log"]
 
 
 def test_an_interrupted_measurement_resumes_where_it_stopped(fake_servers, monkeypatch):

@@ -138,6 +138,32 @@ def test_quantiles_of_logprob_differences():
         eval_paths.quantiles([0.0, 1.0], [0.0])
 
 
+def test_paths_that_finished_are_recorded_when_others_fail_or_the_run_ends(tmp_path, monkeypatch):
+    def evaluate(name, args, tests, fleet):
+        if name == "labels":
+            raise TimeoutError("too late")
+        if name == "psum":
+            raise KeyboardInterrupt
+        return {"nonexpanded": (7, [-1.0, -2.0], 3.0), "psum_sync_free": (5, [-1.0, -2.5], 3.0)}[name]
+
+    monkeypatch.setattr(eval_paths, "evaluate", evaluate)
+    monkeypatch.setattr(eval_paths, "stamp", lambda: dict(gpu="g", versions={}, commit="c", date="d"))
+    order = ["psum_sync_free", "labels", "nonexpanded"]
+    common = ["--model", str(tmp_path / "fp8"), "--limit", "10", "--parallel", "1", "--device", "cpu"]
+
+    def rows(out):
+        lines = (tmp_path / out / "accuracy.jsonl").read_text().splitlines()
+        return [(r["path"], r["correct"], r["total"], r["logprob_diff_p99"]) for r in map(json.loads, lines)]
+
+    arguments = eval_paths.parse([*common, "--out", str(tmp_path / "a"), "--paths", *order])
+    assert eval_paths.run(arguments) == 1
+    assert rows("a") == [("psum_sync_free", 5, 10, 0.0), ("nonexpanded", 7, 10, 0.5)]
+    arguments = eval_paths.parse([*common, "--out", str(tmp_path / "b"), "--paths", "nonexpanded", "psum"])
+    with pytest.raises(KeyboardInterrupt):
+        eval_paths.run(arguments)
+    assert rows("b") == [("nonexpanded", 7, 10, 0.0)]
+
+
 @pytest.mark.slow
 def test_planted_fault_drops_the_row_weights():
     code = (

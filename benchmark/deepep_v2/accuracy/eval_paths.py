@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,40 +123,58 @@ def evaluate(
     return correct, logprobs, time.monotonic() - begin
 
 
+def record_all(
+    args: argparse.Namespace, finished: dict[str, tuple[int, list[float], float]], total: int
+) -> dict[str, float]:
+    """Write and print the paths that finished, in the order asked for; returns the exact-match share of each, %.
+
+    Logprobs are compared with the first of them.
+    """
+    rows = [["path", "correct", "total", "exact match %", "logprob diff p50", "p99", "seconds"]]
+    # One date for all paths: what lies apart in time is read as two runs.
+    origin, reference, shares = stamp(), None, {}
+    for name in (name for name in args.paths if name in finished):
+        correct, logprobs, seconds = finished[name]
+        reference = reference or logprobs
+        p50, p99 = quantiles(reference, logprobs)
+        record = dict(zip(FIELDS, (name, correct, total, p50, p99, args.tp))) | origin
+        records.append(args.out / "accuracy.jsonl", [records.validate(record, FIELDS)])
+        shares[name] = 100 * correct / total
+        text = (f"{shares[name]:.2f}", f"{p50:.5f}", f"{p99:.5f}", f"{seconds:.0f}")
+        rows.append([name, str(correct), str(total), *text])
+    print(records.align(rows), flush=True)
+    return shares
+
+
 def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
     os.environ.setdefault("EP_DISABLE_GIN", "1")
     training = json.loads((args.model.parent / "train.json").read_text()) if args.with_training else {}
     tests = problems.held_out(max_value=args.max_value)[: args.limit]
     args.deadline = time.monotonic() + args.time_budget
-    # One date for all paths: what lies apart in time is read as two runs.
-    origin = stamp()
-    reference, shares, failed = None, {}, []
-    rows = [["path", "correct", "total", "exact match %", "logprob diff p50", "p99", "seconds"]]
+    finished: dict[str, tuple[int, list[float], float]] = {}
+    failed = []
     fleet = Fleet()
-    with ThreadPoolExecutor(args.parallel) as pool:
-        jobs = {name: pool.submit(evaluate, name, args, tests, fleet) for name in args.paths}
-        try:
-            for name, job in jobs.items():
-                try:
-                    correct, logprobs, seconds = job.result()
-                    reference = reference or logprobs
-                    p50, p99 = quantiles(reference, logprobs)
-                except Exception as error:
-                    failed.append(name)
-                    print(f"-- {name} failed: {type(error).__name__}: {error}", flush=True)
-                    continue
-                record = dict(zip(FIELDS, (name, correct, len(tests), p50, p99, args.tp))) | origin
-                records.append(args.out / "accuracy.jsonl", [records.validate(record, FIELDS)])
-                share = shares[name] = 100 * correct / len(tests)
-                text = (f"{share:.2f}", f"{p50:.5f}", f"{p99:.5f}", f"{seconds:.0f}")
-                rows.append([name, str(correct), str(len(tests)), *text])
-                print(f"{name}: {correct} of {len(tests)}, {seconds:.0f} s", flush=True)
-        finally:
-            fleet.close()
-            for job in jobs.values():
-                job.cancel()
-    print(records.align(rows), flush=True)
+    try:
+        with ThreadPoolExecutor(args.parallel) as pool:
+            jobs = {pool.submit(evaluate, name, args, tests, fleet): name for name in args.paths}
+            try:
+                for job in as_completed(jobs):
+                    name = jobs[job]
+                    try:
+                        finished[name] = job.result()
+                    except Exception as error:
+                        failed.append(name)
+                        print(f"-- {name} failed: {type(error).__name__}: {error}", flush=True)
+                        continue
+                    print(f"{name}: {finished[name][0]} of {len(tests)}, {finished[name][2]:.0f} s", flush=True)
+            finally:
+                fleet.close()
+                for job in jobs:
+                    job.cancel()
+    finally:
+        # An interrupted run keeps what it has.
+        shares = record_all(args, finished, len(tests))
     if training:
         print(
             f"plain PyTorch: {training.get('accuracy_bf16')} before, {training.get('accuracy_fp8_experts')} after FP8"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -19,9 +20,9 @@ from sglang_deepep_v2.ab.paths import PATHS, ServePath, select_paths
 from sglang_deepep_v2.ab.probe import longest_prompt, make_prompts
 from sglang_deepep_v2.ab.provenance import stamp
 from sglang_deepep_v2.ab.reference import supports
-from sglang_deepep_v2.ab.servers import Fleet, ServerFailed, ServeSettings, interrupt_on_sigterm
-from sglang_deepep_v2.ab.session import REFERENCE, Job, run_all
-from sglang_deepep_v2.ab.throughput import ThroughputPlan, measure_throughput
+from sglang_deepep_v2.ab.servers import Fleet, Server, ServerFailed, ServeSettings, interrupt_on_sigterm
+from sglang_deepep_v2.ab.session import REFERENCE, Job, Kept, run_all
+from sglang_deepep_v2.ab.throughput import ThroughputPlan, measure_throughput, summarize
 
 if TYPE_CHECKING:
     from sglang_deepep_v2.ab.checkpoints import CheckpointSpec
@@ -82,7 +83,8 @@ def ab(
     rounds: Annotated[int, typer.Option(min=1, help="Throughput: alternating rounds.")] = 3,
     tokens: Annotated[int, typer.Option(min=1, help="Throughput: prompt tokens per measurement.")] = 262144,
     together: Annotated[
-        bool, typer.Option("--together", help="Throughput: keep all servers up; needs memory for all (--mem-fraction).")
+        bool,
+        typer.Option("--together", help="Keep all servers up until the end; needs memory for all (--mem-fraction)."),
     ] = False,
     evaluation: Annotated[
         str | None, typer.Option("--eval", help="gsm8k: SGLang's few_shot_gsm8k on each path.")
@@ -137,7 +139,7 @@ def ab(
 
     * your model: sglang-deepep-v2 ab --model /models/Qwen3-235B-A22B-FP8 --tp 8 --prompt-len 1024,8192 --rounds 3
 
-    * random weights, all servers up: sglang-deepep-v2 ab --model random:qwen3-moe-fp8 --together --mem-fraction 0.15
+    * random weights, servers kept up: sglang-deepep-v2 ab --model random:qwen3-moe-fp8 --together --mem-fraction 0.15
 
     * accuracy only: sglang-deepep-v2 ab --model MODEL --tp 8 --prompt-len '' --eval gsm8k --data-path test.jsonl
     """
@@ -157,6 +159,9 @@ def ab(
         out=out or (DEMO_DIR / "runs" if cpu else Path("ab-results")),
         jobs=jobs or (2 if cpu else 1),
         resume=resume,
+        rounds=rounds,
+        tokens=tokens,
+        together=together,
         evaluation=_evaluation(evaluation, data_path, eval_questions, eval_shots, eval_max_new_tokens),
     )
     try:
@@ -170,18 +175,7 @@ def ab(
     with interrupt_on_sigterm():
         try:
             for checkpoint in checkpoints:
-                verdicts = _compare(console, options, checkpoint, fleet)
-                passed &= all(verdict.passed for verdict in verdicts)
-                document["checkpoints"][checkpoint.name] = [verdict.as_json() for verdict in verdicts]
-                if options.evaluation:
-                    _write_accuracy(options, checkpoint, verdicts)
-                    report.print_accuracy(console, [verdict.result for verdict in verdicts])
-                # A path that does not serve is reported above; the others are still worth their numbers.
-                alive = [v.result.path for v in verdicts if not v.result.error]
-                measured = [path for path in checkpoint.paths if path.name in alive]
-                if options.lengths and measured:
-                    rows = _measure(console, options, checkpoint, measured, fleet, rounds, tokens, together)
-                    document["throughput"] += rows
+                passed &= _run_checkpoint(console, options, checkpoint, fleet, document)
         except ServerFailed as exc:
             console.print(str(exc), markup=False, highlight=False)
             passed = False
@@ -194,6 +188,24 @@ def ab(
     _write_json(json_file, document)
     console.print("[green]all paths agree[/green]" if passed else "[red]paths do not agree, or a server failed[/red]")
     raise typer.Exit(0 if passed else 1)
+
+
+def _run_checkpoint(console: Console, options: _Options, checkpoint: Checkpoint, fleet: Fleet, document: dict) -> bool:
+    """Compare, evaluate and measure one checkpoint into `document`; whether every path served and agreed."""
+    with contextlib.ExitStack() as stack:
+        kept = Kept(stack) if options.together and options.lengths else None
+        verdicts = _compare(console, options, checkpoint, fleet, kept)
+        document["checkpoints"][checkpoint.name] = [verdict.as_json() for verdict in verdicts]
+        if options.evaluation:
+            _write_accuracy(options, checkpoint, verdicts)
+            report.print_accuracy(console, [verdict.result for verdict in verdicts])
+        # A path that does not serve is reported above; the others are still worth their numbers.
+        failed = {verdict.result.path for verdict in verdicts if verdict.result.error}
+        paths = [path for path in checkpoint.paths if path.name not in failed]
+        if options.lengths and paths:
+            servers = kept.servers if kept else {}
+            document["throughput"] += _measure(console, options, checkpoint, paths, fleet, servers)
+    return all(verdict.passed for verdict in verdicts)
 
 
 def _console(stderr: bool) -> Console:
@@ -219,6 +231,9 @@ class _Options:
     out: Path
     jobs: int
     resume: bool
+    rounds: int
+    tokens: int
+    together: bool
     evaluation: EvalSettings | None
 
     def serve_settings(self, model: str) -> ServeSettings:
@@ -342,7 +357,9 @@ def _vocabulary(model: str) -> int:
     return size
 
 
-def _compare(console: Console, options: _Options, checkpoint: Checkpoint, fleet: Fleet) -> list[report.Verdict]:
+def _compare(
+    console: Console, options: _Options, checkpoint: Checkpoint, fleet: Fleet, kept: Kept | None
+) -> list[report.Verdict]:
     prompts = make_prompts(checkpoint.vocab, options.chunk)
     job = Job(
         model=checkpoint.name,
@@ -354,6 +371,7 @@ def _compare(console: Console, options: _Options, checkpoint: Checkpoint, fleet:
         resume=options.resume,
         evaluate=_evaluator(options, checkpoint, fleet),
         evaluation=str(options.evaluation or ""),
+        keep=kept,
     )
     with report.progress_display(console, checkpoint.name) as update:
         results = run_all(job, checkpoint.paths, checkpoint.with_reference, options.jobs, update)
@@ -409,26 +427,31 @@ def _measure(
     checkpoint: Checkpoint,
     paths: list[ServePath],
     fleet: Fleet,
-    rounds: int,
-    tokens: int,
-    together: bool,
+    servers: dict[str, Server],
 ) -> list[dict]:
     plan = ThroughputPlan(
         model=checkpoint.name,
         settings=options.serve_settings(checkpoint.model),
         prompt_lengths=options.lengths,
-        tokens=tokens,
-        rounds=rounds,
-        together=together,
+        tokens=options.tokens,
+        rounds=options.rounds,
+        together=options.together,
         out=options.out,
         fleet=fleet,
         resume=options.resume,
         jobs=options.jobs,
+        servers=servers,
     )
-    with report.progress_display(console, checkpoint.name) as update:
-        rows = [row | stamp() for row in measure_throughput(plan, paths, update)]
-    (options.out / f"{checkpoint.name}.server.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report.print_throughput(console, rows)
+    try:
+        with report.progress_display(console, checkpoint.name) as update:
+            measure_throughput(plan, paths, update)
+    finally:
+        # An interrupted run has measured something too.
+        rows = [row | stamp() for row in summarize(plan.read_rows(), plan.model, options.tp)]
+        if rows:
+            file = options.out / f"{checkpoint.name}.server.jsonl"
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            report.print_throughput(console, rows)
     return rows
 
 

@@ -39,10 +39,12 @@ def _machine() -> dict:
 
 
 def _commit() -> str:
+    # A copy of the tree may carry another commit's history, or none.
+    if named := os.environ.get("SGLANG_DEEPEP_V2_COMMIT"):
+        return named
     here = str(Path(__file__).resolve().parent)
     try:
         command = ["git", "-C", here, "rev-parse", "--short", "HEAD"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        # A copy without its history, or an installed package.
-        return os.environ.get("SGLANG_DEEPEP_V2_COMMIT", "unknown")
+        return "unknown"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -69,6 +70,14 @@ class PathResult:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """Servers that outlive their comparison, by path; `stack` ends them."""
+
+    stack: contextlib.ExitStack
+    servers: dict[str, Server] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Job:
     """What every path of one checkpoint is asked.
 
@@ -82,6 +91,7 @@ class Job:
         resume: take over the results of an earlier run with the same question.
         evaluate: called with each live server and the path's name; returns the accuracy to record.
         evaluation: what `evaluate` asks, so that another evaluation is not taken for this one.
+        keep: takes every server that answered, instead of ending it.
     """
 
     model: str
@@ -93,6 +103,7 @@ class Job:
     resume: bool = False
     evaluate: Callable[[Server, str], dict] | None = None
     evaluation: str = ""
+    keep: Kept | None = None
 
     def file(self, path: str, suffix: str) -> Path:
         return self.out / f"{self.model}.{path}{suffix}"
@@ -119,7 +130,8 @@ def run_path(job: Job, path: ServePath, report: Report) -> PathResult:
     result = PathResult(job.model, path.name, log=str(log))
     report(path.name, "starting")
     try:
-        with job.fleet.run_server(path, job.settings, log) as server:
+        with contextlib.ExitStack() as own:
+            server = own.enter_context(job.fleet.run_server(path, job.settings, log))
             result.start_s = server.started_s
             report(path.name, f"up after {server.started_s:.0f} s, {len(job.prompts)} prompts")
             begin = time.monotonic()
@@ -128,6 +140,9 @@ def run_path(job: Job, path: ServePath, report: Report) -> PathResult:
             if job.evaluate is not None:
                 report(path.name, "evaluating")
                 result.accuracy = job.evaluate(server, path.name)
+            if job.keep is not None:
+                job.keep.servers[path.name] = server
+                job.keep.stack.push(own.pop_all())
         result.lines = read_prefill_lines(log)
         if wrong := check_prefill_lines(path, result.lines, job.settings.tp):
             result.error = f"{wrong}; log: {log}"

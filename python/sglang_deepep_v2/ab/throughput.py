@@ -9,7 +9,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from sglang_deepep_v2.ab.paths import ServePath
@@ -41,6 +41,7 @@ class ThroughputPlan:
         rounds: measurements per path and length; paths alternate within a round.
         together: keep all servers up and alternate between them, instead of one server at a time.
         jobs: servers that start at the same time, when they are kept up together.
+        servers: those that are up already, by path.
         out: directory for logs and single measurements.
         resume: keep the measurements that `out` already has.
     """
@@ -55,6 +56,7 @@ class ThroughputPlan:
     fleet: Fleet
     resume: bool = False
     jobs: int = 1
+    servers: dict[str, Server] = field(default_factory=dict)
 
     @property
     def raw_file(self) -> Path:
@@ -120,11 +122,11 @@ def _start_all(
     plan: ThroughputPlan, bench: ServingBench, paths: Sequence[ServePath], shared: contextlib.ExitStack, report: Report
 ) -> dict[str, Server]:
     """All servers up and warm; they start at the same time, `jobs` of them."""
-    servers: dict[str, Server] = {}
+    servers, absent = dict(plan.servers), [path for path in paths if path.name not in plan.servers]
     with ThreadPoolExecutor(max_workers=plan.jobs) as pool:
-        for path in paths:
+        for path in absent:
             report(path.name, "starting")
-        started = {path.name: pool.submit(_start, plan, path, shared) for path in paths}
+        started = {path.name: pool.submit(_start, plan, path, shared) for path in absent}
         try:
             for name, future in started.items():
                 servers[name] = future.result()
