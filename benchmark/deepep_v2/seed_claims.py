@@ -23,6 +23,7 @@ class Data:
     activation: list[dict]
     server: list[dict]
     accuracy: list[dict]
+    agreement: list[dict]
     variants: list[dict]
 
 

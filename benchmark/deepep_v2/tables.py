@@ -242,6 +242,31 @@ def accuracy(data: seed_claims.Data) -> str:
     return "\n\n".join(blocks)
 
 
+def agreement(data: seed_claims.Data) -> str:
+    if not data.agreement:
+        return missing("sglang-deepep-v2 ab --model random:qwen3-moe-fp8")
+    rows = [["model", "EP", "attention", "path", "against", "same greedy", "logprob difference", "largest", "verdict"]]
+    for row in data.agreement:
+        spread = "data parallel" if _DP_ATTENTION & set(row["server_args"].split()) else "tensor parallel"
+        rows.append(
+            [
+                row["model"],
+                str(row["ep"]),
+                "-" if row["ep"] == 1 else spread,
+                f"`{row['path']}`",
+                f"`{row['baseline']}`",
+                f"{row['greedy_equal']} of {row['prompts']}",
+                f"{row['median']:.4f}",
+                f"{row['largest']:.2f}",
+                "agrees" if row["passed"] else "differs",
+            ]
+        )
+    return markdown(rows, left=5)
+
+
+_DP_ATTENTION = {"--enable-dp-attention", "--attn-dp-size"}
+
+
 def wilson(correct: int, total: int, z: float = statistics.NormalDist().inv_cdf(0.975)) -> tuple[float, float]:
     """Wilson's interval of a share."""
     share, square = correct / total, z * z / total
@@ -308,6 +333,7 @@ TABLES: dict[str, Callable[[seed_claims.Data], str]] = {
     "other_shapes": other_shapes,
     "detail": detail,
     "server": server,
+    "agreement": agreement,
     "accuracy": accuracy,
     "variants": variants,
     "seed": lambda data: markdown(seed_claims.rows(data), left=4),
@@ -318,7 +344,7 @@ def load(results: Path) -> seed_claims.Data:
     """The records of one folder, of each measurement the newest run."""
     read = {
         name: records.read(results / f"{name}.jsonl")
-        for name in ("layer", "detail", "profile", "activation", "server", "accuracy", "variants")
+        for name in ("layer", "detail", "profile", "activation", "server", "accuracy", "agreement", "variants")
     }
     inspected = [
         row
@@ -333,6 +359,7 @@ def load(results: Path) -> seed_claims.Data:
         activation=read["activation"],
         server=last_runs(read["server"], ("model", "ep"), ("path", "prompt_len")),
         accuracy=last_runs(read["accuracy"], ("ep",), ("path",)),
+        agreement=last_runs(read["agreement"], ("model", "ep", "server_args"), ("path",)),
         variants=last_runs(of_target, ("name", "ep", "tokens", "local_experts"), ("variant",)),
     )
 

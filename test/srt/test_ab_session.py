@@ -65,6 +65,9 @@ def test_agreement_exits_with_0_and_writes_json(fake_servers):
     assert document["passed"] and len(document["checkpoints"]["qwen3-moe-fp8"]) == 2
     compared = document["checkpoints"]["qwen3-moe-fp8"][1]["comparison"]
     assert compared["prompts"] == 50 and compared["largest"] == 0.0
+    (row,) = map(json.loads, Path("runs/qwen3-moe-fp8.agreement.jsonl").read_text().splitlines())
+    assert (row["path"], row["baseline"], row["greedy_equal"], row["passed"]) == ("psum", "nonexpanded", 50, True)
+    assert row["gpu"] == "cpu" and row["versions"]["sglang"] and row["date"]
     assert "TP0, TP1: psum, reference, cpu sync" in outcome.output
 
 

@@ -259,7 +259,7 @@ def test_a_ratio_never_mixes_two_runs(tmp_path):
     assert "**1.20**" in text and "1.50" not in text
 
 
-def test_server_and_accuracy_take_the_last_run(tmp_path):
+def test_server_accuracy_and_agreement_take_the_last_run(tmp_path):
     def speed(path, median):
         names = ("input_tok_s_median", "input_tok_s_min", "input_tok_s_max")
         return {"path": path, "model": "m", "prompt_len": 1024, "rounds": 3, "ep": 1} | dict.fromkeys(names, median)
@@ -269,7 +269,16 @@ def test_server_and_accuracy_take_the_last_run(tmp_path):
     same = {"total": 100, "logprob_diff_p50": 0.0, "logprob_diff_p99": 0.0}
     two = [{"path": "a", "correct": 70, "ep": 2} | same]
     write(tmp_path / "accuracy.jsonl", [{"path": p, "correct": c, "ep": 1} | same for p, c in scores] + two)
+    answers = {"model": "m", "baseline": "a", "server_args": "", "prompts": 50, "greedy_equal": 12, "median": 0.01}
+    answers |= {"largest": 0.3, "passed": True, "ep": 1}
+    parallel = answers | {"ep": 2, "server_args": "--enable-dp-attention --dp-size 2", "passed": False}
+    rows = [answers | {"path": p, "greedy_equal": g} for p, g in (("b", 11), ("c", 11), ("b", 12), ("c", 12))]
+    write(tmp_path / "agreement.jsonl", [*rows, parallel | {"path": "b"}])
     data = tables.load(tmp_path)
+    lines = tables.agreement(data).splitlines()[2:]
+    assert [("12 of 50" in line, "data parallel" in line, "differs" in line) for line in lines] == [
+        (True, False, False), (True, False, False), (True, True, True),
+    ]  # fmt: skip
     assert "+5.0%" in tables.server(data) and "+10.0%" not in tables.server(data)
     assert "90.00%" in tables.accuracy(data) and "50.00%" not in tables.accuracy(data)
     assert "70.00%" in tables.accuracy(data).split("EP2:")[1]

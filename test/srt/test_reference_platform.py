@@ -110,6 +110,15 @@ print("probe passed", tuple(s.shape))
 """
 
 
+def test_a_server_can_be_profiled():
+    from sglang_deepep_v2.cpu_reference.platform import CpuReferencePlatform
+
+    # SGLang maps the activity that a request names through these two.
+    platform = CpuReferencePlatform()
+    name = platform.get_torch_profiler_activity_str()
+    assert getattr(torch.profiler.ProfilerActivity, name) is platform.get_torch_profiler_activity()
+
+
 def test_the_installed_sglang_takes_every_stand_in():
     """In a process of its own: through SGLang's own discovery, after the runner was imported as in a scheduler."""
     environment = {key: value for key, value in os.environ.items() if key not in SELECTION}

@@ -38,6 +38,7 @@ _MODEL_OUTLIERS = 0.02
 _DEMO_CHUNK, _MODEL_CHUNK = 256, 8192
 _DEMO_NEW_TOKENS, _MODEL_NEW_TOKENS = 4, 16
 _RANDOM_PREFIX = "random:"
+_AGREEMENT = ("prompts", "greedy_equal", "largest", "median", "bound", "outliers")
 
 # Per embedded checkpoint, the baseline first.
 _DEMO_PATHS = {
@@ -196,6 +197,7 @@ def _run_checkpoint(console: Console, options: _Options, checkpoint: Checkpoint,
         kept = Kept(stack) if options.together and options.lengths else None
         verdicts = _compare(console, options, checkpoint, fleet, kept)
         document["checkpoints"][checkpoint.name] = [verdict.as_json() for verdict in verdicts]
+        _write_agreement(options, checkpoint, verdicts)
         if options.evaluation:
             _write_accuracy(options, checkpoint, verdicts)
             report.print_accuracy(console, [verdict.result for verdict in verdicts])
@@ -396,6 +398,26 @@ def _evaluator(options: _Options, checkpoint: Checkpoint, fleet: Fleet):
         return evaluate_gsm8k(server, settings, fleet, options.out / f"{checkpoint.name}.{path}.gsm8k.log")
 
     return evaluate
+
+
+def _write_agreement(options: _Options, checkpoint: Checkpoint, verdicts: list[report.Verdict]) -> None:
+    """One JSON line per compared path: how its answers differ from the baseline's."""
+    rows = [
+        {
+            "path": verdict.result.path,
+            "baseline": checkpoint.paths[0].name,
+            "model": checkpoint.name,
+            "ep": options.tp,
+            "server_args": shlex.join(options.extra_args),
+            **{name: getattr(verdict.comparison, name) for name in _AGREEMENT},
+            "passed": verdict.passed,
+            **stamp(),
+        }
+        for verdict in verdicts
+        if verdict.comparison is not None
+    ]
+    file = options.out / f"{checkpoint.name}.agreement.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _write_accuracy(options: _Options, checkpoint: Checkpoint, verdicts: list[report.Verdict]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
@@ -29,3 +30,10 @@ class CpuReferencePlatform(CpuDeviceMixin, SRTPlatform):
     def get_device(self, device_id: int | None = None) -> str:
         # SGLang splits the name it gets when no --device is passed.
         return "cpu"
+
+    # SGLang asks an out-of-tree platform for both when /start_profile comes.
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
