@@ -124,8 +124,8 @@ def draw_stacks(plt, profile: list[dict], detail: list[dict], tokens: int, file:
 
 
 def draw_speedups(plt, layer: list[dict], file: Path) -> bool:
-    """Ratios of medians over tokens, one panel a shape."""
-    found = speedups(layer)
+    """Ratios of medians over tokens, one panel a shape; one size alone is no curve."""
+    found = {shape: series for shape, series in speedups(layer).items() if any(len(p) > 1 for p in series.values())}
     if not found:
         return False
     shapes = list(found)
@@ -149,7 +149,8 @@ def draw_speedups(plt, layer: list[dict], file: Path) -> bool:
         )
         axes.set_xlabel("tokens per rank", fontsize=8)
         axes.set_ylabel("speed-up", fontsize=8)
-        axes.legend(fontsize=6)
+    lines, names = grid.flat[0].get_legend_handles_labels()
+    figure.legend(lines, names, fontsize=8, ncol=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     _save(plt, figure, file)
     return True
 
