@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import records
 import shapes
+
+from sglang_deepep_v2.ab.servers import free_port, interrupt_on_sigterm
 
 HERE = Path(__file__).resolve().parent
 UPSTREAM_PATHS = (
@@ -59,7 +60,7 @@ class Side:
         address = str(folder / f"{name}.sock")
         listener = Listener(address, family="AF_UNIX")
         listener._listener._socket.settimeout(60)
-        port = _free_port()
+        port = free_port()
         environment = dict(os.environ)
         environment.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
         environment.setdefault("EP_DISABLE_GIN", "1")
@@ -421,12 +422,6 @@ class Bench:
         (folder / f"{path}_{tokens}.txt").write_text(text)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
@@ -472,5 +467,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def main() -> int:
+    with interrupt_on_sigterm():
+        try:
+            return Bench(parse()).run()
+        except KeyboardInterrupt:
+            print("interrupted; every worker is ended, what was recorded stays", flush=True)
+            return 130
+
+
 if __name__ == "__main__":
-    sys.exit(Bench(parse()).run())
+    sys.exit(main())

@@ -13,6 +13,8 @@ import os; os.environ.setdefault("HF_HUB_OFFLINE", "1"); os.environ.setdefault("
 import sglang_deepep_v2.boot
 P
 cd /
+# Freshly unpacked packages have no bytecode, and every server process would compile them for itself.
+python3 -m compileall -q -j 0 "$site" "$packages/torch" >/dev/null 2>&1 || true
 python3 - <<'P'
 import importlib.metadata as m
 import sys

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from sglang_deepep_v2.ab.servers import interrupt_on_sigterm
+
 # The benchmark is part of the repository, not of the wheel.
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmark" / "deepep_v2"
 
@@ -126,7 +128,15 @@ def compare(new: Path, baseline: Path, skip: int = 0) -> int:
 
 
 def _run(script: str, *arguments) -> int:
-    return subprocess.run([sys.executable, str(BENCHMARK / script), *map(str, arguments)]).returncode
+    """The script's exit status; it ends its own processes when this one is interrupted."""
+    with interrupt_on_sigterm():
+        process = subprocess.Popen([sys.executable, str(BENCHMARK / script), *map(str, arguments)])
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()
+            return 130
 
 
 def _module(name: str) -> ModuleType:

@@ -1,7 +1,12 @@
 """The layer benchmark's tools: record schema, regression check, ratio table, kernel accounting, plots, command."""
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -296,3 +301,42 @@ def test_command_passes_its_options_on(command, monkeypatch, tmp_path):
     args = bench_layer.parse([str(argument) for argument in arguments])
     assert script == "bench_layer.py" and (args.tokens, args.ep, args.paths) == ([512, 8192], 2, ["psum"])
     assert args.out == str(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_ended_benchmark_leaves_no_worker(tmp_path, number):
+    command = [
+        sys.executable,
+        str(BENCHMARK / "bench_layer.py"),
+        "--device",
+        "cpu",
+        "--shapes",
+        "tiny",
+        "--tokens",
+        "8",
+    ]
+    command += ["--paths", "psum", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 30
+        while len(_group(process.pid)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert len(_group(process.pid)) > 1, "no worker started"
+        process.send_signal(number)
+        assert process.wait(30) == 130
+        assert b"interrupted" in process.stdout.read()
+        assert not _group(process.pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _group(leader: int) -> list[int]:
+    """Processes of the group that run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, group = stat.read_text().rsplit(")", 1)[1].split()[:3]
+            if int(group) == leader and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
