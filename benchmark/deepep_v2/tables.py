@@ -147,27 +147,26 @@ def layer(data: seed_claims.Data) -> str:
 
 def other_shapes(data: seed_claims.Data) -> str:
     known = {widths: name for name, widths in shapes.WIDTHS.items()}
-    pairs = (("sglang_expanded", "psum"), ("sglang_nonexpanded", "psum"))
+    slower = ("sglang_expanded", "sglang_nonexpanded", "mega_moe")
     found, sizes = {}, set()
     for shape, by_tokens in records.groups(data.layer):
         name = known.get((shape["hidden"], shape["intermediate"], shape["topk"]))
         if name in (None, "seed"):
             continue
         for tokens, by_path in by_tokens.items():
-            for slow, ours in pairs:
-                if slow in by_path and ours in by_path:
-                    row = found.setdefault((name, shape["ep"], shape["local_experts"]), {})
-                    ratio = by_path[slow]["us_median"] / by_path[ours]["us_median"]
-                    row.setdefault(tokens, []).append(f"{ratio:.2f}")
-                    sizes.add(tokens)
+            if "psum" not in by_path:
+                continue
+            ours = by_path["psum"]["us_median"]
+            ratios = [f"{by_path[path]['us_median'] / ours:.2f}" if path in by_path else "-" for path in slower]
+            row = found.setdefault((name, shape["ep"], shape["local_experts"]), {})
+            row[tokens] = " / ".join(ratios)
+            sizes.add(tokens)
     if not found:
         command = "python3 benchmark/deepep_v2/bench_layer.py --no-inspect --shapes mimo-v2-flash deepseek-v3"
         return missing(f"{command} qwen3-235b glm --local-experts 8 16 32")
     rows = [["widths of", "EP", "local experts", *(f"{tokens} tokens" for tokens in sorted(sizes))]]
     for (name, ep, experts), row in sorted(found.items()):
-        rows.append(
-            [name, str(ep), str(experts), *(" / ".join(row.get(tokens, [])) or "-" for tokens in sorted(sizes))]
-        )
+        rows.append([name, str(ep), str(experts), *(row.get(tokens, "-") for tokens in sorted(sizes))])
     return markdown(rows)
 
 
