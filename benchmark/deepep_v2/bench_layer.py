@@ -60,7 +60,6 @@ class Side:
         address = str(folder / f"{name}.sock")
         listener = Listener(address, family="AF_UNIX")
         listener._listener._socket.settimeout(60)
-        port = free_port()
         environment = dict(os.environ)
         environment.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
         environment.setdefault("EP_DISABLE_GIN", "1")
@@ -70,12 +69,25 @@ class Side:
         if args.device == "cpu":
             environment.setdefault("TRITON_INTERPRET", "1")
         environment["SGLANG_OVERLAY"] = "0" if name == "upstream" else "1"
+        try:
+            ranks = self._start(args, folder, address, listener, environment)
+        except BaseException:
+            # Nobody holds a side that was not finished.
+            self.stop()
+            raise
+        self.connections = [ranks[rank] for rank in range(args.ep)]
+        listener.close()
+
+    def _start(
+        self, args: argparse.Namespace, folder: Path, address: str, listener: Listener, environment: dict[str, str]
+    ) -> dict[int, Connection]:
+        port = free_port()
         for rank in range(args.ep):
             command = [
                 sys.executable,
                 str(HERE / "layer_worker.py"),
                 address,
-                name,
+                self.name,
                 rank,
                 args.ep,
                 port,
@@ -87,8 +99,7 @@ class Side:
         for _ in range(args.ep):
             connection = listener.accept()
             ranks[connection.recv()["rank"]] = connection
-        self.connections = [ranks[rank] for rank in range(args.ep)]
-        listener.close()
+        return ranks
 
     def send(self, op: str, **request) -> None:
         try:
