@@ -28,6 +28,8 @@ NAMES = (
     "half_batches",
     "gemm_options",
     "row_alignment",
+    "scale_layout",
+    "activation_order",
     "communication_sms",
     "swiglu_tiles",
 )

@@ -37,6 +37,8 @@ KEPT = {
     "half_batches": "whole batch",
     "gemm_options": "psum",
     "row_alignment": "128 rows",
+    "scale_layout": "column-major out of dispatch",
+    "activation_order": "first rows first",
     "communication_sms": "num_sms=0",
     "swiglu_tiles": None,
 }

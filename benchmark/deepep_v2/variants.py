@@ -6,9 +6,15 @@ kernels directly, without ``FusedMoE``.
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
+import sys
+import tempfile
+from pathlib import Path
 
 import torch
+import triton
+import triton.language as tl
 from activation import activation_inputs
 from activation_counts import num_bytes
 from layer_parts import Floor, _deep_gemm, _dispatch
@@ -129,10 +135,14 @@ def combine_bias(worker) -> list[dict]:
 
 
 class _HalfLayer:
-    """The sync-free psum chain on a share of the tokens, with a buffer of its own."""
+    """The sync-free psum chain on a share of the tokens, with a buffer of its own.
 
-    def __init__(self, worker, tokens: slice):
+    ``num_sms``: the SMs that dispatch takes, 0 for DeepEP's own choice.
+    """
+
+    def __init__(self, worker, tokens: slice, num_sms: int = 0):
         self.worker, self.gemm = worker, _deep_gemm(worker).m_grouped_fp8_gemm_nt_contiguous
+        self.num_sms = num_sms
         self.x = tuple(part[tokens].contiguous() for part in worker.tools.quantise(worker.x))
         self.x = (self.x[0], self.x[1].t().contiguous().t())
         self.ids = worker.topk_ids[tokens].to(torch.int64).contiguous()
@@ -150,6 +160,7 @@ class _HalfLayer:
             num_experts=worker.local_experts * worker.world,
             num_max_tokens_per_rank=self.ids.shape[0],
             expert_alignment=128,
+            num_sms=self.num_sms,
             do_cpu_sync=False,
             do_expand=True,
             use_tma_aligned_col_major_sf=True,
@@ -182,23 +193,47 @@ def half_batches(worker) -> list[dict]:
     ]
     if worker.device.type == "cuda" and worker.world == 1:
         # More ranks could order two spinning kernels differently and never meet.
-        streams = [torch.cuda.Stream(worker.device) for _ in halves]
-
-        def overlapped() -> None:
-            main = torch.cuda.current_stream()
-            for stream, part in zip(streams, halves):
-                stream.wait_stream(main)
-                with torch.cuda.stream(stream):
-                    part()
-            for stream in streams:
-                main.wait_stream(stream)
-
-        rows.append({"variant": "two halves, two streams", "what": "overlapped", "us": _median(worker, overlapped)})
+        us = _median(worker, _overlapped(worker, halves))
+        rows.append({"variant": "two halves, two streams", "what": "overlapped", "us": us})
+        rows.append(_overlapped_on_split_sms(worker, halves))
     for name, tokens in (("whole batch", worker.tokens), ("half batch", half)):
         rows.append(
             {"variant": f"GEMMs of the {name}", "what": "both grouped GEMMs", "us": _gemms_alone(worker, tokens)}
         )
     return rows
+
+
+def _overlapped(worker, halves: list[_HalfLayer]):
+    """A call that runs the halves on a stream each."""
+    streams = [torch.cuda.Stream(worker.device) for _ in halves]
+
+    def call() -> None:
+        main = torch.cuda.current_stream()
+        for stream, half in zip(streams, halves):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                half()
+        for stream in streams:
+            main.wait_stream(stream)
+
+    return call
+
+
+def _overlapped_on_split_sms(worker, halves: list[_HalfLayer], communication: int = 24) -> dict:
+    """The halves on a stream each, the GEMMs leaving ``communication`` SMs to the other half's DeepEP kernels."""
+    deep_gemm = _deep_gemm(worker)
+    total = deep_gemm.get_num_sms()
+    for half in halves:
+        half.num_sms = communication
+    deep_gemm.set_num_sms(total - communication)
+    try:
+        us = _median(worker, _overlapped(worker, halves))
+    finally:
+        deep_gemm.set_num_sms(total)
+        for half in halves:
+            half.num_sms = 0
+    what = f"overlapped, GEMMs on {total - communication} SMs, DeepEP on {communication}"
+    return {"variant": "two halves, two streams, split SMs", "what": what, "us": us}
 
 
 def _gemms_alone(worker, tokens: int) -> float:
@@ -301,6 +336,125 @@ def _aligned_counts(psum: torch.Tensor, alignment: int = 128) -> torch.Tensor:
     return torch.diff(ends, prepend=ends.new_zeros(1))
 
 
+@triton.jit
+def _transpose_kernel(rows_ptr, columns_ptr, rows, GROUPS: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    group = tl.arange(0, PAD)
+    mask = (row < rows)[:, None] & (group < GROUPS)[None, :]
+    scale = tl.load(rows_ptr + row[:, None] * GROUPS + group[None, :], mask=mask, other=0.0)
+    tl.store(columns_ptr + group[None, :].to(tl.int64) * rows + row[:, None], scale, mask=mask)
+
+
+def _transposed(scale: torch.Tensor) -> torch.Tensor:
+    """Row-major scales [rows, groups], column-major; rows are a multiple of 4 already."""
+    rows, groups = scale.shape
+    columns = torch.empty(groups, rows, device=scale.device, dtype=scale.dtype).t()
+    if not scale.is_cuda:
+        return columns.copy_(scale)
+    _transpose_kernel[(triton.cdiv(rows, 64),)](
+        scale, columns, rows, GROUPS=groups, PAD=triton.next_power_of_2(groups), BLOCK=64, num_warps=4
+    )
+    return columns
+
+
+def scale_layout(worker) -> list[dict]:
+    """Scales that leave dispatch column-major against row-major ones and a transposing kernel of our own."""
+    buffer = _buffer(worker)
+    by_column, by_row = (worker.tools.quantise(worker.x, column_major=column_major) for column_major in (True, False))
+
+    def dispatch(x, column_major: bool):
+        return buffer.dispatch(
+            x,
+            topk_idx=worker.topk_ids.to(torch.int64),
+            topk_weights=worker.topk_weights,
+            num_experts=worker.local_experts * worker.world,
+            num_max_tokens_per_rank=worker.tokens,
+            expert_alignment=128,
+            do_cpu_sync=False,
+            do_expand=True,
+            use_tma_aligned_col_major_sf=column_major,
+        )
+
+    received, _, _, handle, _ = dispatch(by_column, True)
+    sent = _rows(received)
+    buffer.combine(sent, handle=handle)
+
+    def row_major() -> None:
+        buffer.combine(sent, handle=dispatch(by_row, False)[3])
+
+    def column_major() -> None:
+        buffer.combine(sent, handle=dispatch(by_column, True)[3])
+
+    def transposed() -> None:
+        (_, scale), _, _, handle, _ = dispatch(by_row, False)
+        _transposed(scale)
+        buffer.combine(sent, handle=handle)
+
+    what = "sync-free dispatch + combine"
+    return [
+        {"variant": "column-major out of dispatch", "what": what, "us": _median(worker, column_major)},
+        {"variant": "row-major", "what": f"{what}, not readable by the GEMM", "us": _median(worker, row_major)},
+        {"variant": "row-major, then transposed", "what": f"{what} + a kernel", "us": _median(worker, transposed)},
+    ]
+
+
+def _kernels_from_the_end():
+    """The patch's kernels module with the activation's tiles taken from the last row to the first."""
+    from sglang.srt.layers.moe.ep_moe import kernels
+
+    source = Path(kernels.__file__).read_text()
+    for forward, backward in (
+        ("tile * BLOCK_M,", "(tl.cdiv(last, BLOCK_M) - 1 - tile) * BLOCK_M,"),
+        ("tl.program_id(0) * BLOCK_M,", "(tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M,"),
+    ):
+        assert source.count(f"                {forward}") or source.count(f"            {forward}"), forward
+        source = source.replace(
+            f"_swiglu_tile(\n                {forward}", f"_swiglu_tile(\n                {backward}"
+        )
+        source = source.replace(f"_swiglu_tile(\n            {forward}", f"_swiglu_tile(\n            {backward}")
+    # Triton reads a kernel's source from its file, for as long as it is compiled.
+    folder = tempfile.mkdtemp(prefix="activation-order-")
+    path = Path(folder) / "kernels_from_the_end.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location("kernels_from_the_end", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def activation_order(worker) -> list[dict]:
+    """Activation and both GEMMs around it, rows taken first to last against last to first.
+
+    The first GEMM leaves its last rows in the L2 cache, and the second starts with the first ones.
+    """
+    from sglang.srt.layers.moe.ep_moe import kernels
+
+    floor = Floor(worker)
+    w13, s13, w2, s2 = worker.weights
+    generator = torch.Generator(worker.device).manual_seed(5)
+    row_weights = torch.rand(floor.x.shape[0], generator=generator, device=worker.device)
+    prepared = []
+    for variant, module in (("first rows first", kernels), ("last rows first", _kernels_from_the_end())):
+
+        def chain(module=module) -> None:
+            floor.gemm((floor.x, floor.x_scale), (w13, s13), floor.gate_up, floor.psum, use_psum_layout=True)
+            down = module.swiglu_quant_expanded(floor.gate_up, row_weights, floor.psum, 128)
+            floor.gemm(down, (w2, s2), floor.output, floor.psum, use_psum_layout=True)
+
+        with torch.inference_mode():
+            chain()
+            row = {"variant": variant, "what": "first GEMM, activation, second GEMM"}
+            prepared.append((row, worker.tools.graph([chain] * 3), floor.output.clone(), []))
+    # In turns, for the clocks.
+    for _ in range(4 * REPEATS):
+        for _, replay, _, times in prepared:
+            times.append(worker.tools.mean_us(replay, 2) / 3)
+    valid = slice(0, int(floor.psum[0]))
+    equal = torch.equal(prepared[0][2][valid], prepared[1][2][valid])
+    return [row | {"us": statistics.median(times), "same_bits": equal} for row, _, _, times in prepared]
+
+
 def communication_sms(worker) -> list[dict]:
     """Dispatch and combine on fewer SMs than DeepEP takes by itself (0)."""
     x = worker.tools.quantise(worker.x, column_major=True)
@@ -373,6 +527,8 @@ VARIANTS = {
     "half_batches": half_batches,
     "gemm_options": gemm_options,
     "row_alignment": row_alignment,
+    "scale_layout": scale_layout,
+    "activation_order": activation_order,
     "communication_sms": communication_sms,
     "swiglu_tiles": swiglu_tiles,
 }
