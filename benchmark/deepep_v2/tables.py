@@ -223,7 +223,17 @@ def accuracy(data: seed_claims.Data) -> str:
         return missing("python3 benchmark/deepep_v2/accuracy/eval_paths.py --model DIR/fp8")
     blocks = []
     for ep in sorted({row["ep"] for row in data.accuracy}):
-        rows = [["path", "correct", "of", "exact match", "95 % interval", "logprob difference p50", "p99"]]
+        heads = (
+            "path",
+            "correct",
+            "of",
+            "exact match",
+            "95 % interval",
+            "by prefill alone",
+            "logprob difference p50",
+            "p99",
+        )
+        rows = [list(heads)]
         for row in data.accuracy:
             if row["ep"] != ep:
                 continue
@@ -235,6 +245,7 @@ def accuracy(data: seed_claims.Data) -> str:
                     str(row["total"]),
                     f"{row['correct'] / row['total']:.2%}",
                     f"{low:.1%}-{high:.1%}",
+                    f"{row['correct_prefill'] / row['total']:.2%}",
                     f"{row['logprob_diff_p50']:.5f}",
                     f"{row['logprob_diff_p99']:.5f}",
                 ]

@@ -144,7 +144,8 @@ def test_paths_that_finished_are_recorded_when_others_fail_or_the_run_ends(tmp_p
             raise TimeoutError("too late")
         if name == "psum":
             raise KeyboardInterrupt
-        return {"nonexpanded": (7, [-1.0, -2.0], 3.0), "psum_sync_free": (5, [-1.0, -2.5], 3.0)}[name]
+        outcomes = {"nonexpanded": (7, 6, [-1.0, -2.0], 3.0), "psum_sync_free": (5, 4, [-1.0, -2.5], 3.0)}
+        return eval_paths.Outcome(*outcomes[name])
 
     monkeypatch.setattr(eval_paths, "evaluate", evaluate)
     monkeypatch.setattr(eval_paths, "stamp", lambda: dict(gpu="g", versions={}, commit="c", date="d"))
@@ -153,15 +154,45 @@ def test_paths_that_finished_are_recorded_when_others_fail_or_the_run_ends(tmp_p
 
     def rows(out):
         lines = (tmp_path / out / "accuracy.jsonl").read_text().splitlines()
-        return [(r["path"], r["correct"], r["total"], r["logprob_diff_p99"]) for r in map(json.loads, lines)]
+        names = ("path", "correct", "correct_prefill", "total", "logprob_diff_p99")
+        return [tuple(r[name] for name in names) for r in map(json.loads, lines)]
 
     arguments = eval_paths.parse([*common, "--out", str(tmp_path / "a"), "--paths", *order])
     assert eval_paths.run(arguments) == 1
-    assert rows("a") == [("psum_sync_free", 5, 10, 0.0), ("nonexpanded", 7, 10, 0.5)]
+    assert rows("a") == [("psum_sync_free", 5, 4, 10, 0.0), ("nonexpanded", 7, 6, 10, 0.5)]
     arguments = eval_paths.parse([*common, "--out", str(tmp_path / "b"), "--paths", "nonexpanded", "psum"])
     with pytest.raises(KeyboardInterrupt):
         eval_paths.run(arguments)
-    assert rows("b") == [("nonexpanded", 7, 10, 0.0)]
+    assert rows("b") == [("nonexpanded", 7, 6, 10, 0.0)]
+
+
+def test_a_solution_counts_when_prefill_ranks_every_token_of_it_first(tmp_path):
+    tests = problems.held_out(3, max_value=99)
+
+    class Server:
+        """Answers as SGLang does: one entry a prompt token, none for the first; the second problem has one miss."""
+
+        def post(self, where, body, timeout_s):
+            replies = []
+            for number, ids in enumerate(body["input_ids"]):
+                given = [[None, ids[0], None], *([-0.5, token, None] for token in ids[1:])]
+                best = [None, *([[-0.5, token, None]] for token in ids[1:])]
+                if number == 1:
+                    best[-2] = [[-0.1, ids[-2] + 1, None]]
+                replies.append({"meta_info": {"input_token_logprobs": given, "input_top_logprobs": best}})
+            return replies
+
+    ranked_first, logprobs = eval_paths.score_solutions(Server(), tests, 1.0)
+    assert ranked_first == 2
+    assert logprobs == [-0.5] * sum(len(test.solution_ids()) for test in tests)
+
+
+def test_the_planted_fault_has_to_lose_answers_and_prefill_alike(capsys):
+    outcomes = {"psum": (95, 90, [], 1.0), eval_paths.BROKEN: (90, 60, [], 1.0)}
+    eval_paths.print_drop({name: eval_paths.Outcome(*o) for name, o in outcomes.items()}, 100)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("correct: broken fold loses 5.0 points") and first.endswith("MISS")
+    assert second.startswith("correct_prefill: broken fold loses 30.0 points") and second.endswith("ok")
 
 
 @pytest.mark.slow

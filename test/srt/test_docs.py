@@ -266,7 +266,7 @@ def test_server_accuracy_and_agreement_take_the_last_run(tmp_path):
 
     write(tmp_path / "server.jsonl", [speed("a", 100), speed("b", 110), speed("a", 200), speed("b", 210)])
     scores = [("a", 50), ("b", 50), ("a", 90), ("b", 80)]
-    same = {"total": 100, "logprob_diff_p50": 0.0, "logprob_diff_p99": 0.0}
+    same = {"correct_prefill": 65, "total": 100, "logprob_diff_p50": 0.0, "logprob_diff_p99": 0.0}
     two = [{"path": "a", "correct": 70, "ep": 2} | same]
     write(tmp_path / "accuracy.jsonl", [{"path": p, "correct": c, "ep": 1} | same for p, c in scores] + two)
     answers = {"model": "m", "baseline": "a", "server_args": "", "prompts": 50, "greedy_equal": 12, "median": 0.01}

@@ -4,9 +4,10 @@
 
 Serves the checkpoint of train_arithmetic_moe.py once a path, answers the held-out problems greedily, and scores the
 true solutions token by token (teacher forcing). Appends one record a path to ``--out``/accuracy.jsonl: ``path``,
-``correct``, ``total``, ``logprob_diff_p50``, ``logprob_diff_p99`` (absolute differences to the first path's logprobs),
-``ep`` and where it was measured.
-The path ``psum_broken_fold`` serves with a fault planted from outside; it has to lose at least 20 points.
+``correct`` (right greedy answers; the prompt is prefilled, the answer decoded), ``correct_prefill`` (solutions of which
+prefill alone, given the true tokens before, ranks every token first), ``total``, ``logprob_diff_p50``,
+``logprob_diff_p99`` (absolute differences to the first path's logprobs), ``ep`` and where it was measured.
+The path ``psum_broken_fold`` serves with a fault planted from outside; it has to lose at least 20 points of both.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -39,7 +41,19 @@ from sglang_deepep_v2.ab.servers import (
 )
 
 HERE = Path(__file__).resolve().parent
-FIELDS = ("path", "correct", "total", "logprob_diff_p50", "logprob_diff_p99", "ep", "gpu", "versions", "commit", "date")
+FIELDS = (
+    "path",
+    "correct",
+    "correct_prefill",
+    "total",
+    "logprob_diff_p50",
+    "logprob_diff_p99",
+    "ep",
+    "gpu",
+    "versions",
+    "commit",
+    "date",
+)
 BROKEN = "psum_broken_fold"
 # The demo's negative control serves here too.
 PLANTED_FAULT = HERE.parents[2] / "test" / "demo_break" / "fold"
@@ -62,19 +76,21 @@ def answers(server: Server, tests: list[problems.Problem], timeout_s: float) -> 
     return [problems.read_answer_text(reply["text"]) for reply in replies]
 
 
-def solution_logprobs(server: Server, tests: list[problems.Problem], timeout_s: float) -> list[float]:
-    """The logprob of every token of every true solution, given the true tokens before it."""
+def score_solutions(server: Server, tests: list[problems.Problem], timeout_s: float) -> tuple[int, list[float]]:
+    """Solutions whose every token is ranked first, and the logprob of every token, given the true tokens before it."""
     body = {
         "input_ids": [test.prompt_ids() + test.solution_ids() for test in tests],
         "sampling_params": {"temperature": 0, "max_new_tokens": 1},
         "return_logprob": True,
         "logprob_start_len": 0,
+        "top_logprobs_num": 1,
     }
-    found: list[float] = []
+    ranked_first, found = 0, []
     for test, reply in zip(tests, server.post("/generate", body, timeout_s)):
-        given = [entry[0] for entry in reply["meta_info"]["input_token_logprobs"] if entry[0] is not None]
-        found += given[-len(test.solution_ids()) :]
-    return found
+        wanted, meta = test.solution_ids(), reply["meta_info"]
+        found += [entry[0] for entry in meta["input_token_logprobs"][-len(wanted) :]]
+        ranked_first += [best[0][1] for best in meta["input_top_logprobs"][-len(wanted) :]] == wanted
+    return ranked_first, found
 
 
 def quantiles(reference: list[float], other: list[float]) -> tuple[float, float]:
@@ -85,10 +101,17 @@ def quantiles(reference: list[float], other: list[float]) -> tuple[float, float]
     return statistics.median(differences), differences[min(len(differences) - 1, int(0.99 * len(differences)))]
 
 
-def evaluate(
-    name: str, args: argparse.Namespace, tests: list[problems.Problem], fleet: Fleet
-) -> tuple[int, list[float], float]:
-    """(right answers, solution logprobs, seconds) of one path's server.
+class Outcome(NamedTuple):
+    """What one path's server answered: right answers, solutions ranked first by prefill, their tokens' logprobs."""
+
+    correct: int
+    correct_prefill: int
+    logprobs: list[float]
+    seconds: float
+
+
+def evaluate(name: str, args: argparse.Namespace, tests: list[problems.Problem], fleet: Fleet) -> Outcome:
+    """Serve one path and ask it every problem.
 
     Raises:
         ServerFailed: the server did not start or answer.
@@ -112,7 +135,7 @@ def evaluate(
     path = replace(path, env={**path.env, "SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES": str(32 << 30)})
     log = args.logs / f"{name}.log"
     with fleet.run_server(path, settings, log) as server:
-        logprobs = solution_logprobs(server, tests, args.timeout)
+        correct_prefill, logprobs = score_solutions(server, tests, args.timeout)
         given = answers(server, tests, args.timeout)
     wrong_path = check_prefill_lines(path, read_prefill_lines(log), args.tp)
     if wrong_path:
@@ -120,30 +143,41 @@ def evaluate(
     if name == BROKEN and "broken fold" not in log.read_text(errors="replace"):
         raise RuntimeError(f"{name}: the fault was not planted; log: {log}")
     correct = sum(answer == test.answer for answer, test in zip(given, tests))
-    return correct, logprobs, time.monotonic() - begin
+    return Outcome(correct, correct_prefill, logprobs, time.monotonic() - begin)
 
 
-def record_all(
-    args: argparse.Namespace, finished: dict[str, tuple[int, list[float], float]], total: int
-) -> dict[str, float]:
-    """Write and print the paths that finished, in the order asked for; returns the exact-match share of each, %.
+def record_all(args: argparse.Namespace, finished: dict[str, Outcome], total: int) -> None:
+    """Write and print the paths that finished, in the order asked for.
 
     Logprobs are compared with the first of them.
     """
-    rows = [["path", "correct", "total", "exact match %", "logprob diff p50", "p99", "seconds"]]
+    rows = [["path", "correct", "%", "by prefill", "%", "total", "logprob diff p50", "p99", "seconds"]]
     # One date for all paths: what lies apart in time is read as two runs.
-    origin, reference, shares = stamp(), None, {}
+    origin, reference = stamp(), None
     for name in (name for name in args.paths if name in finished):
-        correct, logprobs, seconds = finished[name]
+        correct, correct_prefill, logprobs, seconds = finished[name]
         reference = reference or logprobs
         p50, p99 = quantiles(reference, logprobs)
-        record = dict(zip(FIELDS, (name, correct, total, p50, p99, args.tp))) | origin
+        record = dict(zip(FIELDS, (name, correct, correct_prefill, total, p50, p99, args.tp))) | origin
         records.append(args.out / "accuracy.jsonl", [records.validate(record, FIELDS)])
-        shares[name] = 100 * correct / total
-        text = (f"{shares[name]:.2f}", f"{p50:.5f}", f"{p99:.5f}", f"{seconds:.0f}")
-        rows.append([name, str(correct), str(total), *text])
+        counts = (
+            f"{figure}" for count in (correct, correct_prefill) for figure in (count, f"{100 * count / total:.2f}")
+        )
+        rows.append([name, *counts, str(total), f"{p50:.5f}", f"{p99:.5f}", f"{seconds:.0f}"])
     print(records.align(rows), flush=True)
-    return shares
+
+
+def print_drop(finished: dict[str, Outcome], total: int) -> None:
+    """Whether the planted fault loses as much as it has to."""
+    if BROKEN not in finished or "psum" not in finished:
+        return
+    for what in ("correct", "correct_prefill"):
+        drop = 100 * (getattr(finished["psum"], what) - getattr(finished[BROKEN], what)) / total
+        verdict = "ok" if drop >= LEAST_DROP_POINTS else "MISS"
+        print(
+            f"{what}: broken fold loses {drop:.1f} points, at least {LEAST_DROP_POINTS:.0f} wanted: {verdict}",
+            flush=True,
+        )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -152,7 +186,7 @@ def run(args: argparse.Namespace) -> int:
     training = json.loads((args.model.parent / "train.json").read_text()) if args.with_training else {}
     tests = problems.held_out(max_value=args.max_value)[: args.limit]
     args.deadline = time.monotonic() + args.time_budget
-    finished: dict[str, tuple[int, list[float], float]] = {}
+    finished: dict[str, Outcome] = {}
     failed = []
     fleet = Fleet()
     try:
@@ -167,23 +201,22 @@ def run(args: argparse.Namespace) -> int:
                         failed.append(name)
                         print(f"-- {name} failed: {type(error).__name__}: {error}", flush=True)
                         continue
-                    print(f"{name}: {finished[name][0]} of {len(tests)}, {finished[name][2]:.0f} s", flush=True)
+                    print(
+                        f"{name}: {finished[name].correct} of {len(tests)}, {finished[name].seconds:.0f} s", flush=True
+                    )
             finally:
                 fleet.close()
                 for job in jobs:
                     job.cancel()
     finally:
         # An interrupted run keeps what it has.
-        shares = record_all(args, finished, len(tests))
+        record_all(args, finished, len(tests))
     if training:
         print(
             f"plain PyTorch: {training.get('accuracy_bf16')} before, {training.get('accuracy_fp8_experts')} after FP8"
         )
-    if BROKEN in shares and "psum" in shares:
-        drop = shares["psum"] - shares[BROKEN]
-        verdict = "ok" if drop >= LEAST_DROP_POINTS else "MISS"
-        print(f"broken fold loses {drop:.1f} points, at least {LEAST_DROP_POINTS:.0f} wanted: {verdict}", flush=True)
-    return 1 if failed or not shares else 0
+    print_drop(finished, len(tests))
+    return 1 if failed or not finished else 0
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
