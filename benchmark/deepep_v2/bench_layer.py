@@ -418,7 +418,8 @@ class Bench:
         print(
             f"   {found['kernel']}: {found['us']:.1f} us, {found['num_bytes'] / 1e6:.1f} MB, "
             f"{found['gb_s'] / 1e3:.3f} TB/s, {100 * share:.1f} % of the copy bandwidth "
-            f"{found['copy_gb_s'] / 1e3:.3f} TB/s: {'ok' if share >= 0.9 else 'MISS'}",
+            f"{found['copy_gb_s'] / 1e3:.3f} TB/s: {'ok' if share >= 0.9 else 'MISS'}; a copy of as many bytes reaches "
+            f"{found['same_size_copy_gb_s'] / 1e3:.3f} TB/s",
             flush=True,
         )
         layer = {f: getattr(shape, f) for f in ("hidden", "intermediate", "local_experts")}

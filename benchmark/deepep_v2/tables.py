@@ -254,6 +254,32 @@ def accuracy(data: seed_claims.Data) -> str:
     return "\n\n".join(blocks)
 
 
+def activation(data: seed_claims.Data) -> str:
+    """The activation kernel alone at the target shape, of each size its last record."""
+    of_target = {
+        row["tokens"]: row
+        for row in data.activation
+        if all(row[field] == records.TARGET[field] for field in ("hidden", "intermediate", "local_experts"))
+    }
+    if not of_target:
+        return missing("sglang-deepep-v2 bench")
+    rows = [["tokens per rank", "rows", "us", "TB/s", "of a large copy", "of a copy of as many bytes"]]
+    for tokens, row in sorted(of_target.items()):
+        same = row.get("same_size_copy_gb_s")
+        against = f"{row['gb_s'] / same:.0%}" if same else "-"
+        rows.append(
+            [
+                str(tokens),
+                str(row["rows"]),
+                f"{row['us']:.1f}",
+                f"{row['gb_s'] / 1e3:.2f}",
+                f"{row['share']:.0%}",
+                against,
+            ]
+        )
+    return markdown(rows, left=0)
+
+
 def agreement(data: seed_claims.Data) -> str:
     if not data.agreement:
         return missing("sglang-deepep-v2 ab --model random:qwen3-moe-fp8")
@@ -344,6 +370,7 @@ TABLES: dict[str, Callable[[seed_claims.Data], str]] = {
     "layer": layer,
     "other_shapes": other_shapes,
     "detail": detail,
+    "activation": activation,
     "server": server,
     "agreement": agreement,
     "accuracy": accuracy,
