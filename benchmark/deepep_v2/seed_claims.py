@@ -15,13 +15,15 @@ NONE_YET = "not measured yet"
 
 @dataclass
 class Data:
-    """Records of one results folder, of each measurement the newest run."""
+    """Records of one results folder, of each measurement the newest run; ``layer_runs`` and ``accuracy`` hold all."""
 
     layer: list[dict]
+    layer_runs: list[dict]
     detail: list[dict]
     profile: list[dict]
     activation: list[dict]
     server: list[dict]
+    server_profile: list[dict]
     accuracy: list[dict]
     agreement: list[dict]
     variants: list[dict]

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import statistics
 import sys
 from collections.abc import Callable, Iterable
 from datetime import datetime
@@ -24,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import records
 import seed_claims
 import shapes
+from server_tables import accuracy, agreement, server, server_profile
+from table_format import markdown, missing
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -42,18 +43,10 @@ KEPT = {
     "communication_sms": "num_sms=0",
     "swiglu_tiles": None,
 }
+OUR_PATHS = ("psum", "psum_sync_free")
+SIZES = (512, 2304, 8192)
 # Records of one run and size that lie further apart belong to two runs.
 PAUSE_S = 60.0
-
-
-def markdown(rows: list[list[str]], left: int = 1) -> str:
-    """A Markdown table: the first row is the heading, the first ``left`` columns are aligned left, the others right."""
-    rules = ["---"] * left + ["---:"] * (len(rows[0]) - left)
-    return "\n".join("| " + " | ".join(row) + " |" for row in (rows[0], rules, *rows[1:]))
-
-
-def missing(command: str) -> str:
-    return f"No record yet; `{command}` writes it."
 
 
 def runs(rows: Iterable[dict], size: Callable[[dict], tuple], key: Callable[[dict], object]) -> list[list[list[dict]]]:
@@ -91,15 +84,45 @@ def last_runs(rows: list[dict], size: tuple[str, ...], key: tuple[str, ...]) -> 
     return [row for of_size in found for row in of_size[-1]]
 
 
+def run_ratios(data: seed_claims.Data) -> dict[tuple, dict]:
+    """Of every run of the target shape, (ep, date, commit), its rounds and sglang_expanded over each of our paths."""
+    by_run: dict[tuple, dict] = {}
+    for row in data.layer_runs:
+        if all(row[field] == value for field, value in records.TARGET.items()):
+            by_run.setdefault((row["ep"], row["date"][:10], row["commit"]), {})[row["path"], row["tokens"]] = row
+    ratios = {}
+    for run, found in sorted(by_run.items()):
+        of_run = {
+            (path, tokens): found["sglang_expanded", tokens]["us_median"] / row["us_median"]
+            for (path, tokens), row in found.items()
+            if path in OUR_PATHS and ("sglang_expanded", tokens) in found
+        }
+        if of_run:
+            ratios[run] = {"rounds": max(row["rounds"] for row in found.values())} | of_run
+    return ratios
+
+
 def headline(data: seed_claims.Data) -> str:
     """One sentence for the README: how many times as fast a layer is as SGLang's own expanded prefill."""
-    found = [seed_claims.layer_ratios(data, "sglang_expanded", ours) for ours in ("psum", "psum_sync_free")]
-    if not found[0]:
+    on_one = [of_run for (ep, _, _), of_run in run_ratios(data).items() if ep == 1]
+    if not on_one:
         return missing("sglang-deepep-v2 bench")
-    free = f"; without a host sync {found[1]}" if found[1] else ""
+
+    def ranges(path: str) -> str:
+        cells = []
+        for tokens in SIZES:
+            found = sorted(of_run[path, tokens] for of_run in on_one if (path, tokens) in of_run)
+            if found:
+                ends = dict.fromkeys(f"{ratio:.2f}" for ratio in (found[0], found[-1]))
+                cells.append(f"{' to '.join(ends)} at {tokens}")
+        return ", ".join(cells)
+
+    count = "the one recorded run" if len(on_one) == 1 else f"{len(on_one)} recorded runs"
+    free = ranges("psum_sync_free")
     return (
-        f"Time of one MoE layer on one {data.layer[0]['gpu']}, SGLang 0.5.23's expanded prefill over this patch's, "
-        f"same run: {found[0]} tokens per rank{free} (`sglang-deepep-v2 bench`)."
+        f"Time of one MoE layer on one {data.layer[0]['gpu']}, SGLang 0.5.23's expanded prefill over this patch's in "
+        f"the same run, {count}: {ranges('psum')} tokens per rank{f'; without a host sync {free}' if free else ''} "
+        "(`sglang-deepep-v2 bench`)."
     )
 
 
@@ -191,67 +214,14 @@ def detail(data: seed_claims.Data) -> str:
     return "\n\n".join(blocks) or missing("sglang-deepep-v2 bench")
 
 
-def server(data: seed_claims.Data) -> str:
-    if not data.server:
-        return missing("sglang-deepep-v2 ab --model random:qwen3-moe-fp8 --prompt-len 1024,8192,32768")
-    blocks = []
-    for model, ep in dict.fromkeys((row["model"], row["ep"]) for row in data.server):
-        of_model = [row for row in data.server if (row["model"], row["ep"]) == (model, ep)]
-        lengths = sorted({row["prompt_len"] for row in of_model})
-        paths = list(dict.fromkeys(row["path"] for row in of_model))
-        by_key = {(row["path"], row["prompt_len"]): row for row in of_model}
-        first = paths[0]
-        rows = [["input tok/s: median (min-max), against the first", *(f"prompts of {length}" for length in lengths)]]
-        for path in paths:
-            cells = []
-            for length in lengths:
-                row, base = by_key.get((path, length)), by_key.get((first, length))
-                if row is None:
-                    cells.append("-")
-                    continue
-                low, high = row["input_tok_s_min"], row["input_tok_s_max"]
-                gain = f", {row['input_tok_s_median'] / base['input_tok_s_median'] - 1:+.1%}" if base else ""
-                cells.append(f"{row['input_tok_s_median']:.0f} ({low:.0f}-{high:.0f}){'' if path == first else gain}")
-            rows.append([f"`{path}`", *cells])
-        rounds = " or ".join(map(str, sorted({row["rounds"] for row in of_model})))
-        blocks.append(f"{model}, EP{ep}, {rounds} alternating rounds:\n\n{markdown(rows)}")
-    return "\n\n".join(blocks)
-
-
-def accuracy(data: seed_claims.Data) -> str:
-    if not data.accuracy:
-        return missing("python3 benchmark/deepep_v2/accuracy/eval_paths.py --model DIR/fp8")
-    blocks = []
-    for ep in sorted({row["ep"] for row in data.accuracy}):
-        heads = (
-            "path",
-            "correct",
-            "of",
-            "exact match",
-            "95 % interval",
-            "by prefill alone",
-            "logprob difference p50",
-            "p99",
-        )
-        rows = [list(heads)]
-        for row in data.accuracy:
-            if row["ep"] != ep:
-                continue
-            low, high = wilson(row["correct"], row["total"])
-            rows.append(
-                [
-                    f"`{row['path']}`",
-                    str(row["correct"]),
-                    str(row["total"]),
-                    f"{row['correct'] / row['total']:.2%}",
-                    f"{low:.1%}-{high:.1%}",
-                    f"{row['correct_prefill'] / row['total']:.2%}",
-                    f"{row['logprob_diff_p50']:.5f}",
-                    f"{row['logprob_diff_p99']:.5f}",
-                ]
-            )
-        blocks.append(f"EP{ep}:\n\n{markdown(rows)}")
-    return "\n\n".join(blocks)
+def spread(data: seed_claims.Data) -> str:
+    """Every recorded run of the target shape: how far hosts and clocks move the ratios to SGLang's expanded path."""
+    columns = [(path, tokens) for path in OUR_PATHS for tokens in SIZES]
+    rows = [["EP", "date", "commit", "rounds", *(f"`{path}` {tokens}" for path, tokens in columns)]]
+    for (ep, date, commit), of_run in run_ratios(data).items():
+        cells = [f"{of_run[column]:.2f}" if column in of_run else "-" for column in columns]
+        rows.append([str(ep), date, commit, str(of_run["rounds"]), *cells])
+    return markdown(rows, left=3) if len(rows) > 1 else missing("sglang-deepep-v2 bench")
 
 
 def activation(data: seed_claims.Data) -> str:
@@ -278,39 +248,6 @@ def activation(data: seed_claims.Data) -> str:
             ]
         )
     return markdown(rows, left=0)
-
-
-def agreement(data: seed_claims.Data) -> str:
-    if not data.agreement:
-        return missing("sglang-deepep-v2 ab --model random:qwen3-moe-fp8")
-    rows = [["model", "EP", "attention", "path", "against", "same greedy", "logprob difference", "largest", "verdict"]]
-    for row in data.agreement:
-        spread = "data parallel" if _DP_ATTENTION & set(row["server_args"].split()) else "tensor parallel"
-        rows.append(
-            [
-                row["model"],
-                str(row["ep"]),
-                "-" if row["ep"] == 1 else spread,
-                f"`{row['path']}`",
-                f"`{row['baseline']}`",
-                f"{row['greedy_equal']} of {row['prompts']}",
-                f"{row['median']:.4f}",
-                f"{row['largest']:.2f}",
-                "agrees" if row["passed"] else "differs",
-            ]
-        )
-    return markdown(rows, left=5)
-
-
-_DP_ATTENTION = {"--enable-dp-attention", "--attn-dp-size"}
-
-
-def wilson(correct: int, total: int, z: float = statistics.NormalDist().inv_cdf(0.975)) -> tuple[float, float]:
-    """Wilson's interval of a share."""
-    share, square = correct / total, z * z / total
-    centre = (share + square / 2) / (1 + square)
-    half = z * ((share * (1 - share) / total + square / total / 4) ** 0.5) / (1 + square)
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def kept_tile() -> str:
@@ -371,7 +308,9 @@ TABLES: dict[str, Callable[[seed_claims.Data], str]] = {
     "other_shapes": other_shapes,
     "detail": detail,
     "activation": activation,
+    "spread": spread,
     "server": server,
+    "server_profile": server_profile,
     "agreement": agreement,
     "accuracy": accuracy,
     "variants": variants,
@@ -383,7 +322,17 @@ def load(results: Path) -> seed_claims.Data:
     """The records of one folder, of each measurement the newest run."""
     read = {
         name: records.read(results / f"{name}.jsonl")
-        for name in ("layer", "detail", "profile", "activation", "server", "accuracy", "agreement", "variants")
+        for name in (
+            "layer",
+            "detail",
+            "profile",
+            "activation",
+            "server",
+            "server_profile",
+            "accuracy",
+            "agreement",
+            "variants",
+        )
     }
     inspected = [
         row
@@ -393,11 +342,14 @@ def load(results: Path) -> seed_claims.Data:
     of_target = [row for row in read["variants"] if row["hidden"] == records.TARGET["hidden"]]
     return seed_claims.Data(
         layer=newest_runs(read["layer"]),
+        layer_runs=read["layer"],
         detail=newest_runs(inspected),
         profile=read["profile"],
         activation=read["activation"],
-        server=last_runs(read["server"], ("model", "ep"), ("path", "prompt_len")),
-        accuracy=last_runs(read["accuracy"], ("ep",), ("path",)),
+        server=last_runs(read["server"], ("model", "ep", "prompt_len"), ("path",)),
+        server_profile=last_runs(read["server_profile"], ("model", "ep", "prompt_len"), ("path",)),
+        # Each run serves a model of its own training.
+        accuracy=read["accuracy"],
         agreement=last_runs(read["agreement"], ("model", "ep", "server_args"), ("path",)),
         variants=last_runs(of_target, ("name", "ep", "tokens", "local_experts"), ("variant",)),
     )

@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT / "benchmark" / "deepep_v2"))
 import bench_layer  # noqa: E402
 import bench_variants  # noqa: E402
 import seed_claims  # noqa: E402
+import server_tables  # noqa: E402
 import tables  # noqa: E402
 
 GUIDE = ROOT / "docs" / "deepep_v2.md"
@@ -265,10 +266,12 @@ def test_server_accuracy_and_agreement_take_the_last_run(tmp_path):
         return {"path": path, "model": "m", "prompt_len": 1024, "rounds": 3, "ep": 1} | dict.fromkeys(names, median)
 
     write(tmp_path / "server.jsonl", [speed("a", 100), speed("b", 110), speed("a", 200), speed("b", 210)])
-    scores = [("a", 50), ("b", 50), ("a", 90), ("b", 80)]
-    same = {"correct_prefill": 65, "total": 100, "logprob_diff_p50": 0.0, "logprob_diff_p99": 0.0}
-    two = [{"path": "a", "correct": 70, "ep": 2} | same]
-    write(tmp_path / "accuracy.jsonl", [{"path": p, "correct": c, "ep": 1} | same for p, c in scores] + two)
+    scores = [("a", 90, LATE), ("b", 80, LATE)]
+    same = {"total": 100, "logprob_diff_p50": 0.0, "logprob_diff_p99": 0.0}
+    first = [{"path": "a", "correct": 50, "ep": 1, "date": EARLY} | same]
+    second = [{"path": p, "correct": c, "correct_prefill": c - 5, "ep": 1, "date": d} | same for p, c, d in scores]
+    two = [{"path": "a", "correct": 70, "ep": 2, "date": LATE} | same]
+    write(tmp_path / "accuracy.jsonl", first + second + two)
     answers = {"model": "m", "baseline": "a", "server_args": "", "prompts": 50, "greedy_equal": 12, "median": 0.01}
     answers |= {"largest": 0.3, "passed": True, "ep": 1}
     parallel = answers | {"ep": 2, "server_args": "--enable-dp-attention --dp-size 2", "passed": False}
@@ -280,14 +283,42 @@ def test_server_accuracy_and_agreement_take_the_last_run(tmp_path):
         (True, False, False), (True, False, False), (True, True, True),
     ]  # fmt: skip
     assert "+5.0%" in tables.server(data) and "+10.0%" not in tables.server(data)
-    assert "90.00%" in tables.accuracy(data) and "50.00%" not in tables.accuracy(data)
-    assert "70.00%" in tables.accuracy(data).split("EP2:")[1]
+    # Each accuracy run has a model of its own, so none replaces another; old records know nothing of prefill alone.
+    old, new, parallel = tables.accuracy(data).split("\n\nEP")
+    assert "19:00" in old and "| 50.00% |" in old and "| - |" in old
+    assert "20:00" in new and "| 90.00% |" in new and "| 85.00% |" in new and "| 75.00% |" in new
+    assert parallel.startswith("2, ") and "70.00%" in parallel
+
+
+def test_ratios_of_every_run_are_shown_and_span_the_headline(tmp_path):
+    def run(theirs, ours, date, commit, **changes):
+        records = [layer_record("sglang_expanded", theirs, date), layer_record("psum", ours, date)]
+        return [record | {"commit": commit} | changes for record in records]
+
+    other = [layer_record("psum", 500, LATE, hidden=4096), layer_record("psum", 500, LATE, commit="no-peer")]
+    rows = [*run(1500, 1000, EARLY, "old"), *run(1200, 1000, LATE, "new"), *run(1300, 1000, LATE, "new", ep=2), *other]
+    write(tmp_path / "layer.jsonl", rows)
+    data = tables.load(tmp_path)
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables.spread(data).splitlines()[2:]]
+    assert [(line[0], line[2], line[5]) for line in lines] == [
+        ("1", "new", "1.20"), ("1", "old", "1.50"), ("2", "new", "1.30"),
+    ]  # fmt: skip
+    assert "2 recorded runs: 1.20 to 1.50 at 2304 tokens per rank" in tables.headline(data)
+
+
+def test_share_of_the_layer_in_a_prefill(tmp_path):
+    shares = ("moe_share_wall", "moe_share_busy", "attention_share", "dense_share", "other_share")
+    row = {"path": "psum", "model": "m", "prompt_len": 8192, "ep": 1, "moe_span_us": 2745.1, "moe_busy_us": 2422.0}
+    row |= {"commit": "c0ffee", "date": LATE} | {share: (1 + i) / 10 for i, share in enumerate(shares)}
+    write(tmp_path / "server_profile.jsonl", [row | {"moe_span_us": 1.0, "date": EARLY}, row])
+    text = tables.server_profile(tables.load(tmp_path))
+    assert text.endswith("| `psum` | 2745 | 2422 | 10.0% | 20.0% | 30.0% | 40.0% | 50.0% |")
 
 
 def test_interval_of_a_share():
-    low, high = tables.wilson(1263, 1319)
+    low, high = server_tables.wilson(1263, 1319)
     assert 0.94 < low < 1263 / 1319 < high < 0.97
-    assert tables.wilson(10, 10)[1] == pytest.approx(1) and tables.wilson(0, 10)[0] == pytest.approx(0)
+    assert server_tables.wilson(10, 10)[1] == pytest.approx(1) and server_tables.wilson(0, 10)[0] == pytest.approx(0)
 
 
 def test_every_block_is_filled_or_refused(tmp_path):

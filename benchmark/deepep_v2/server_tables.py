@@ -1,0 +1,131 @@
+"""The documentation's tables of whole servers: throughput, the MoE layer's share, agreement and accuracy."""
+
+from __future__ import annotations
+
+import statistics
+
+import seed_claims
+from table_format import markdown, missing
+
+
+def server(data: seed_claims.Data) -> str:
+    if not data.server:
+        return missing("sglang-deepep-v2 ab --model random:qwen3-moe-fp8 --prompt-len 1024,8192,32768")
+    blocks = []
+    for model, ep in dict.fromkeys((row["model"], row["ep"]) for row in data.server):
+        of_model = [row for row in data.server if (row["model"], row["ep"]) == (model, ep)]
+        lengths = sorted({row["prompt_len"] for row in of_model})
+        paths = list(dict.fromkeys(row["path"] for row in of_model))
+        by_key = {(row["path"], row["prompt_len"]): row for row in of_model}
+        first = paths[0]
+        rows = [["input tok/s: median (min-max), against the first", *(f"prompts of {length}" for length in lengths)]]
+        for path in paths:
+            cells = []
+            for length in lengths:
+                row, base = by_key.get((path, length)), by_key.get((first, length))
+                if row is None:
+                    cells.append("-")
+                    continue
+                low, high = row["input_tok_s_min"], row["input_tok_s_max"]
+                gain = f", {row['input_tok_s_median'] / base['input_tok_s_median'] - 1:+.1%}" if base else ""
+                cells.append(f"{row['input_tok_s_median']:.0f} ({low:.0f}-{high:.0f}){'' if path == first else gain}")
+            rows.append([f"`{path}`", *cells])
+        counted = sorted({row["rounds"] for row in of_model})
+        rounds = " to ".join(map(str, dict.fromkeys((counted[0], counted[-1]))))
+        blocks.append(f"{model}, EP{ep}, {rounds} alternating rounds:\n\n{markdown(rows)}")
+    return "\n\n".join(blocks)
+
+
+def server_profile(data: seed_claims.Data) -> str:
+    if not data.server_profile:
+        return missing("python3 benchmark/deepep_v2/server_profile.py --model random:qwen3-moe-fp8")
+    first = data.server_profile[0]
+    heads = [
+        "path",
+        "MoE layer us",
+        "of it GPU busy us",
+        "MoE of wall time",
+        "of busy time",
+        "attention",
+        "dense",
+        "other",
+    ]
+    rows = [heads]
+    for row in data.server_profile:
+        shares = ("moe_share_wall", "moe_share_busy", "attention_share", "dense_share", "other_share")
+        times = [f"{row['moe_span_us']:.0f}", f"{row['moe_busy_us']:.0f}"]
+        rows.append([f"`{row['path']}`", *times, *(f"{row[share]:.1%}" for share in shares)])
+    return (
+        f"{first['model']}, EP{first['ep']}, one prompt of {first['prompt_len']} tokens, commit {first['commit']}; the "
+        f"last four columns divide the GPU's busy time:\n\n{markdown(rows)}"
+    )
+
+
+def agreement(data: seed_claims.Data) -> str:
+    if not data.agreement:
+        return missing("sglang-deepep-v2 ab --model random:qwen3-moe-fp8")
+    rows = [["model", "EP", "attention", "path", "against", "same greedy", "logprob difference", "largest", "verdict"]]
+    for row in data.agreement:
+        spread = "data parallel" if _DP_ATTENTION & set(row["server_args"].split()) else "tensor parallel"
+        rows.append(
+            [
+                row["model"],
+                str(row["ep"]),
+                "-" if row["ep"] == 1 else spread,
+                f"`{row['path']}`",
+                f"`{row['baseline']}`",
+                f"{row['greedy_equal']} of {row['prompts']}",
+                f"{row['median']:.4f}",
+                f"{row['largest']:.2f}",
+                "agrees" if row["passed"] else "differs",
+            ]
+        )
+    return markdown(rows, left=5)
+
+
+_DP_ATTENTION = {"--enable-dp-attention", "--attn-dp-size"}
+
+
+def wilson(correct: int, total: int, z: float = statistics.NormalDist().inv_cdf(0.975)) -> tuple[float, float]:
+    """Wilson's interval of a share."""
+    share, square = correct / total, z * z / total
+    centre = (share + square / 2) / (1 + square)
+    half = z * ((share * (1 - share) / total + square / total / 4) ** 0.5) / (1 + square)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def accuracy(data: seed_claims.Data) -> str:
+    if not data.accuracy:
+        return missing("python3 benchmark/deepep_v2/accuracy/eval_paths.py --model DIR/fp8")
+    blocks = []
+    for ep, date in dict.fromkeys((row["ep"], row.get("date", "")) for row in data.accuracy):
+        heads = (
+            "path",
+            "correct",
+            "of",
+            "exact match",
+            "95 % interval",
+            "by prefill alone",
+            "logprob difference p50",
+            "p99",
+        )
+        rows = [list(heads)]
+        for row in data.accuracy:
+            if (row["ep"], row.get("date", "")) != (ep, date):
+                continue
+            low, high = wilson(row["correct"], row["total"])
+            rows.append(
+                [
+                    f"`{row['path']}`",
+                    str(row["correct"]),
+                    str(row["total"]),
+                    f"{row['correct'] / row['total']:.2%}",
+                    f"{low:.1%}-{high:.1%}",
+                    f"{row['correct_prefill'] / row['total']:.2%}" if "correct_prefill" in row else "-",
+                    f"{row['logprob_diff_p50']:.1e}",
+                    f"{row['logprob_diff_p99']:.1e}",
+                ]
+            )
+        day = f", {date[:16].replace('T', ' ')} UTC" if date else ""
+        blocks.append(f"EP{ep}{day}:\n\n{markdown(rows)}")
+    return "\n\n".join(blocks)
