@@ -18,22 +18,26 @@ def _buffer(worker):
     return DeepEPv2Buffer.get_buffer(group, worker.hidden, worker.topk, worker.tokens, True)
 
 
-def _dispatch(worker, buffer, x, cpu_sync: bool, alignment: int = 128):
-    """Expanded dispatch of the worker's tokens with column-major scales."""
-    return buffer.dispatch(
-        x,
-        topk_idx=worker.topk_ids.to(torch.int64),
-        topk_weights=worker.topk_weights,
-        num_experts=worker.local_experts * worker.world,
-        num_max_tokens_per_rank=worker.tokens,
-        expert_alignment=alignment,
-        do_cpu_sync=cpu_sync,
-        do_expand=True,
-        use_tma_aligned_col_major_sf=True,
-    )
+def expanded_dispatch(worker, buffer, x, cpu_sync: bool, *, ids=None, weights=None, **options):
+    """Expanded dispatch with column-major scales: of the worker's tokens, unless ``ids`` and ``weights`` say others.
+
+    ``options`` go to DeepEP in place of what stands here.
+    """
+    ids = worker.topk_ids.to(torch.int64) if ids is None else ids
+    arguments = {
+        "topk_idx": ids,
+        "topk_weights": worker.topk_weights if weights is None else weights,
+        "num_experts": worker.local_experts * worker.world,
+        "num_max_tokens_per_rank": ids.shape[0],
+        "expert_alignment": 128,
+        "do_cpu_sync": cpu_sync,
+        "do_expand": True,
+        "use_tma_aligned_col_major_sf": True,
+    }
+    return buffer.dispatch(x, **(arguments | options))
 
 
-def _deep_gemm(worker):
+def deep_gemm_of(worker):
     """DeepGEMM, or on a CPU what stands in for it."""
     if worker.device.type == "cpu":
         from sglang_deepep_v2.cpu_reference import grouped_gemm
@@ -55,7 +59,7 @@ class DeepEPAlone:
     def __call__(self) -> torch.Tensor:
         # Fetched per call: another path may have rebuilt the buffer.
         buffer = _buffer(self.worker)
-        received, _, _, handle, _ = _dispatch(self.worker, buffer, self.x, self.cpu_sync)
+        received, _, _, handle, _ = expanded_dispatch(self.worker, buffer, self.x, self.cpu_sync)
         shape = received[0].shape
         if self.rows is None or self.rows.shape != shape:
             self.rows = torch.randn(shape, device=received[0].device, dtype=torch.bfloat16)
@@ -105,8 +109,8 @@ class Floor:
             worker.copy_bandwidth(1024 if worker.device.type == "cuda" else 8)
         self.worker = worker
         buffer = _buffer(worker)
-        (x, x_scale), _, _, handle, _ = _dispatch(
-            worker, buffer, worker.tools.quantise(worker.x, column_major=True), True, alignment
+        (x, x_scale), _, _, handle, _ = expanded_dispatch(
+            worker, buffer, worker.tools.quantise(worker.x, column_major=True), True, expert_alignment=alignment
         )
         self.psum = handle.psum_num_recv_tokens_per_expert.clone()
         self.x, self.x_scale = x.clone(), _column_major(x_scale)
@@ -117,7 +121,7 @@ class Floor:
         self.down_scale = _column_major(down_scale)
         self.gate_up = torch.empty(rows, 2 * intermediate, device=worker.device, dtype=torch.bfloat16)
         self.output = torch.empty(rows, worker.hidden, device=worker.device, dtype=torch.bfloat16)
-        self.gemm = _deep_gemm(worker).m_grouped_fp8_gemm_nt_contiguous
+        self.gemm = deep_gemm_of(worker).m_grouped_fp8_gemm_nt_contiguous
         self.valid = valid_rows(self.psum, alignment)
         with torch.inference_mode():
             self.replay = worker.tools.graph([self] * 3)

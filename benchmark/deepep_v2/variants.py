@@ -17,37 +17,9 @@ import triton
 import triton.language as tl
 from activation import activation_inputs
 from activation_counts import num_bytes
-from layer_parts import Floor, _deep_gemm, _dispatch
-
-REPEATS = 5
-
-
-def _buffer(worker, tokens: int | None = None, **options):
-    """A DeepEP buffer of its own, for ``tokens`` tokens a rank."""
-    from sglang.srt.runtime_context import get_parallel
-
-    if worker.device.type == "cpu":
-        from sglang_deepep_v2.cpu_reference.elastic_buffer import ReferenceElasticBuffer as Buffer
-    else:
-        from deep_ep import ElasticBuffer as Buffer
-    return Buffer(
-        get_parallel().tp_group.device_group,
-        num_max_tokens_per_rank=tokens or worker.tokens,
-        hidden=worker.hidden,
-        num_topk=worker.topk,
-        use_fp8_dispatch=True,
-        allow_hybrid_mode=False,
-        sl_idx=0,
-        prefer_overlap_with_compute=False,
-        **options,
-    )
-
-
-def _median(worker, call, count: int = 10) -> float:
-    for _ in range(2):
-        call()
-    worker._align_ranks()
-    return statistics.median(worker.tools.mean_us(call, count) for _ in range(REPEATS))
+from half_batches import half_batches
+from layer_parts import Floor, deep_gemm_of, expanded_dispatch
+from variant_tools import REPEATS, median_us, own_buffer
 
 
 def _rows(received) -> torch.Tensor:
@@ -60,18 +32,18 @@ def multiple_reduction(worker) -> list[dict]:
     x = worker.tools.quantise(worker.x, column_major=True)
     rows = []
     for allowed in (True, False):
-        buffer = _buffer(worker, allow_multiple_reduction=allowed)
-        received, _, _, handle, _ = _dispatch(worker, buffer, x, True)
+        buffer = own_buffer(worker, allow_multiple_reduction=allowed)
+        received, _, _, handle, _ = expanded_dispatch(worker, buffer, x, True)
         sent = _rows(received)
         combined = buffer.combine(sent, handle=handle)[0]
 
         def pair(buffer=buffer, sent=sent):
-            buffer.combine(sent, handle=_dispatch(worker, buffer, x, True)[3])
+            buffer.combine(sent, handle=expanded_dispatch(worker, buffer, x, True)[3])
 
         row = {
             "variant": f"allow_multiple_reduction={allowed}",
             "what": "dispatch + combine",
-            "us": _median(worker, pair),
+            "us": median_us(worker, pair),
         }
         row["error"] = _combine_error(worker, buffer, x)
         row["norm"] = float(combined.double().norm())
@@ -82,7 +54,7 @@ def multiple_reduction(worker) -> list[dict]:
 
 def _weighted_rows(worker, buffer, x):
     """A dispatch's expanded rows, dequantised and times their router weight, in bf16; and its handle."""
-    (fp8, scale), _, weights, handle, _ = _dispatch(worker, buffer, x, True)
+    (fp8, scale), _, weights, handle, _ = expanded_dispatch(worker, buffer, x, True)
     count = fp8.shape[0]
     values = fp8.float().view(count, -1, 128) * scale.float()[:, :, None]
     return (values.view(count, -1) * weights.float()[:, None]).to(torch.bfloat16), handle
@@ -103,7 +75,7 @@ def _combine_error(worker, buffer, x) -> float | None:
 def combine_bias(worker) -> list[dict]:
     """A shared expert's output through combine's ``bias`` against an addition afterwards."""
     x = worker.tools.quantise(worker.x, column_major=True)
-    buffer = _buffer(worker)
+    buffer = own_buffer(worker)
     shared = torch.randn_like(worker.x)
     sent, handle = _weighted_rows(worker, buffer, x)
     plain = buffer.combine(sent, handle=handle)[0]
@@ -114,138 +86,24 @@ def combine_bias(worker) -> list[dict]:
     difference = float((biased.float() - added.float()).norm() / added.float().norm())
 
     def without() -> torch.Tensor:
-        return buffer.combine(sent, handle=_dispatch(worker, buffer, x, True)[3])[0]
+        return buffer.combine(sent, handle=expanded_dispatch(worker, buffer, x, True)[3])[0]
 
     return [
-        {"variant": "no shared expert", "what": "dispatch + combine", "us": _median(worker, without)},
+        {"variant": "no shared expert", "what": "dispatch + combine", "us": median_us(worker, without)},
         {
             "variant": "addition afterwards",
             "what": "dispatch + combine + add_",
-            "us": _median(worker, lambda: without().add_(shared)),
+            "us": median_us(worker, lambda: without().add_(shared)),
         },
         {
             "variant": "bias",
             "what": "dispatch + combine(bias=)",
-            "us": _median(
-                worker, lambda: buffer.combine(sent, handle=_dispatch(worker, buffer, x, True)[3], bias=shared)
+            "us": median_us(
+                worker, lambda: buffer.combine(sent, handle=expanded_dispatch(worker, buffer, x, True)[3], bias=shared)
             ),
             "difference": difference,
         },
     ]
-
-
-class _HalfLayer:
-    """The sync-free psum chain on a share of the tokens, with a buffer of its own.
-
-    ``num_sms``: the SMs that dispatch takes, 0 for DeepEP's own choice.
-    """
-
-    def __init__(self, worker, tokens: slice, num_sms: int = 0):
-        self.worker, self.gemm = worker, _deep_gemm(worker).m_grouped_fp8_gemm_nt_contiguous
-        self.num_sms = num_sms
-        self.x = tuple(part[tokens].contiguous() for part in worker.tools.quantise(worker.x))
-        self.x = (self.x[0], self.x[1].t().contiguous().t())
-        self.ids = worker.topk_ids[tokens].to(torch.int64).contiguous()
-        self.weights = worker.topk_weights[tokens].contiguous()
-        self.buffer = _buffer(worker, self.ids.shape[0])
-
-    def __call__(self) -> torch.Tensor:
-        from sglang.srt.layers.moe.ep_moe.kernels import swiglu_quant_expanded
-
-        worker = self.worker
-        (x, scale), _, weights, handle, _ = self.buffer.dispatch(
-            self.x,
-            topk_idx=self.ids,
-            topk_weights=self.weights,
-            num_experts=worker.local_experts * worker.world,
-            num_max_tokens_per_rank=self.ids.shape[0],
-            expert_alignment=128,
-            num_sms=self.num_sms,
-            do_cpu_sync=False,
-            do_expand=True,
-            use_tma_aligned_col_major_sf=True,
-        )
-        psum = handle.psum_num_recv_tokens_per_expert
-        w13, s13, w2, s2 = worker.weights
-        gate_up = torch.empty(x.shape[0], 2 * worker.intermediate, device=x.device, dtype=torch.bfloat16)
-        self.gemm((x, scale), (w13, s13), gate_up, psum, use_psum_layout=True)
-        down, down_scale = swiglu_quant_expanded(gate_up, weights, psum, 128)
-        out = torch.empty(x.shape[0], worker.hidden, device=x.device, dtype=torch.bfloat16)
-        self.gemm((down, down_scale), (w2, s2), out, psum, use_psum_layout=True)
-        return self.buffer.combine(out, handle=handle)[0]
-
-
-def half_batches(worker) -> list[dict]:
-    """The layer in one go against two half batches, one after the other and on two streams (one rank only)."""
-    half = worker.tokens // 2
-    whole = _HalfLayer(worker, slice(None))
-    halves = [_HalfLayer(worker, slice(0, half)), _HalfLayer(worker, slice(half, None))]
-    reference = whole()
-    together = torch.cat([part() for part in halves])
-    rows = [
-        {"variant": "whole batch", "what": "sync-free psum chain", "us": _median(worker, whole)},
-        {
-            "variant": "two halves in turn",
-            "what": "the same twice on half the tokens",
-            "us": _median(worker, lambda: [part() for part in halves]),
-            "difference": float((together.float() - reference.float()).norm() / reference.float().norm()),
-        },
-    ]
-    if worker.device.type == "cuda" and worker.world == 1:
-        # More ranks could order two spinning kernels differently and never meet.
-        us = _median(worker, _overlapped(worker, halves))
-        rows.append({"variant": "two halves, two streams", "what": "overlapped", "us": us})
-        rows.append(_overlapped_on_split_sms(worker, halves))
-    for name, tokens in (("whole batch", worker.tokens), ("half batch", half)):
-        rows.append(
-            {"variant": f"GEMMs of the {name}", "what": "both grouped GEMMs", "us": _gemms_alone(worker, tokens)}
-        )
-    return rows
-
-
-def _overlapped(worker, halves: list[_HalfLayer]):
-    """A call that runs the halves on a stream each."""
-    streams = [torch.cuda.Stream(worker.device) for _ in halves]
-
-    def call() -> None:
-        main = torch.cuda.current_stream()
-        for stream, half in zip(streams, halves):
-            stream.wait_stream(main)
-            with torch.cuda.stream(stream):
-                half()
-        for stream in streams:
-            main.wait_stream(stream)
-
-    return call
-
-
-def _overlapped_on_split_sms(worker, halves: list[_HalfLayer], communication: int = 24) -> dict:
-    """The halves on a stream each, the GEMMs leaving ``communication`` SMs to the other half's DeepEP kernels."""
-    deep_gemm = _deep_gemm(worker)
-    total = deep_gemm.get_num_sms()
-    for half in halves:
-        half.num_sms = communication
-    deep_gemm.set_num_sms(total - communication)
-    try:
-        us = _median(worker, _overlapped(worker, halves))
-    finally:
-        deep_gemm.set_num_sms(total)
-        for half in halves:
-            half.num_sms = 0
-    what = f"overlapped, GEMMs on {total - communication} SMs, DeepEP on {communication}"
-    return {"variant": "two halves, two streams, split SMs", "what": what, "us": us}
-
-
-def _gemms_alone(worker, tokens: int) -> float:
-    """Both grouped GEMMs on the first ``tokens`` tokens, us."""
-    saved = worker.tokens, worker.x, worker.topk_ids, worker.topk_weights
-    try:
-        worker.x, worker.topk_ids, worker.topk_weights = (part[:tokens].contiguous() for part in saved[1:])
-        worker.tokens = tokens
-        floor = Floor(worker)
-        return _median(worker, floor.replay, 3) / 3
-    finally:
-        worker.tokens, worker.x, worker.topk_ids, worker.topk_weights = saved
 
 
 def gemm_options(worker) -> list[dict]:
@@ -309,7 +167,7 @@ def gemm_options(worker) -> list[dict]:
 
 def row_alignment(worker) -> list[dict]:
     """Both grouped GEMMs with experts aligned to 128 rows against 256, which lets DeepGEMM take taller tiles."""
-    deep_gemm = _deep_gemm(worker)
+    deep_gemm = deep_gemm_of(worker)
     standard = deep_gemm.get_mk_alignment_for_contiguous_layout()
     prepared = []
     for variant, alignment in (("128 rows", 128), ("256 rows", 256)):
@@ -359,21 +217,11 @@ def _transposed(scale: torch.Tensor) -> torch.Tensor:
 
 def scale_layout(worker) -> list[dict]:
     """Scales that leave dispatch column-major against row-major ones and a transposing kernel of our own."""
-    buffer = _buffer(worker)
+    buffer = own_buffer(worker)
     by_column, by_row = (worker.tools.quantise(worker.x, column_major=column_major) for column_major in (True, False))
 
     def dispatch(x, column_major: bool):
-        return buffer.dispatch(
-            x,
-            topk_idx=worker.topk_ids.to(torch.int64),
-            topk_weights=worker.topk_weights,
-            num_experts=worker.local_experts * worker.world,
-            num_max_tokens_per_rank=worker.tokens,
-            expert_alignment=128,
-            do_cpu_sync=False,
-            do_expand=True,
-            use_tma_aligned_col_major_sf=column_major,
-        )
+        return expanded_dispatch(worker, buffer, x, False, use_tma_aligned_col_major_sf=column_major)
 
     received, _, _, handle, _ = dispatch(by_column, True)
     sent = _rows(received)
@@ -392,9 +240,9 @@ def scale_layout(worker) -> list[dict]:
 
     what = "sync-free dispatch + combine"
     return [
-        {"variant": "column-major out of dispatch", "what": what, "us": _median(worker, column_major)},
-        {"variant": "row-major", "what": f"{what}, not readable by the GEMM", "us": _median(worker, row_major)},
-        {"variant": "row-major, then transposed", "what": f"{what} + a kernel", "us": _median(worker, transposed)},
+        {"variant": "column-major out of dispatch", "what": what, "us": median_us(worker, column_major)},
+        {"variant": "row-major", "what": f"{what}, not readable by the GEMM", "us": median_us(worker, row_major)},
+        {"variant": "row-major, then transposed", "what": f"{what} + a kernel", "us": median_us(worker, transposed)},
     ]
 
 
@@ -413,11 +261,12 @@ def _kernels_from_the_end():
         )
         source = source.replace(f"_swiglu_tile(\n            {forward}", f"_swiglu_tile(\n            {backward}")
     # Triton reads a kernel's source from its file, for as long as it is compiled.
-    folder = tempfile.mkdtemp(prefix="activation-order-")
-    path = Path(folder) / "kernels_from_the_end.py"
+    folder = tempfile.TemporaryDirectory(prefix="activation-order-")
+    path = Path(folder.name) / "kernels_from_the_end.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location("kernels_from_the_end", path)
     module = importlib.util.module_from_spec(spec)
+    module.folder = folder
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
@@ -458,28 +307,17 @@ def activation_order(worker) -> list[dict]:
 def communication_sms(worker) -> list[dict]:
     """Dispatch and combine on fewer SMs than DeepEP takes by itself (0)."""
     x = worker.tools.quantise(worker.x, column_major=True)
-    buffer = _buffer(worker)
+    buffer = own_buffer(worker)
     found = []
     for num_sms in (0, 24, 48, 64, 96):
-        arguments = {
-            "topk_idx": worker.topk_ids.to(torch.int64),
-            "topk_weights": worker.topk_weights,
-            "num_experts": worker.local_experts * worker.world,
-            "num_max_tokens_per_rank": worker.tokens,
-            "expert_alignment": 128,
-            "do_cpu_sync": False,
-            "do_expand": True,
-            "use_tma_aligned_col_major_sf": True,
-            "num_sms": num_sms,
-        }
-        sent = _rows(buffer.dispatch(x, **arguments)[0])
+        sent = _rows(expanded_dispatch(worker, buffer, x, False, num_sms=num_sms)[0])
 
-        def pair(arguments=arguments, sent=sent):
-            buffer.combine(sent, handle=buffer.dispatch(x, **arguments)[3])
+        def pair(num_sms=num_sms, sent=sent):
+            buffer.combine(sent, handle=expanded_dispatch(worker, buffer, x, False, num_sms=num_sms)[3])
 
         pair()
         found.append(
-            {"variant": f"num_sms={num_sms}", "what": "sync-free dispatch + combine", "us": _median(worker, pair)}
+            {"variant": f"num_sms={num_sms}", "what": "sync-free dispatch + combine", "us": median_us(worker, pair)}
         )
         del sent
     return found
