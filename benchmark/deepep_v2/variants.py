@@ -7,6 +7,7 @@ kernels directly, without ``FusedMoE``.
 from __future__ import annotations
 
 import importlib.util
+import re
 import statistics
 import sys
 import tempfile
@@ -252,14 +253,11 @@ def _kernels_from_the_end():
 
     source = Path(kernels.__file__).read_text()
     for forward, backward in (
-        ("tile * BLOCK_M,", "(tl.cdiv(last, BLOCK_M) - 1 - tile) * BLOCK_M,"),
-        ("tl.program_id(0) * BLOCK_M,", "(tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M,"),
+        (r"tile \* BLOCK_M,", "(tl.cdiv(last, BLOCK_M) - 1 - tile) * BLOCK_M,"),
+        (r"tl\.program_id\(0\) \* BLOCK_M,", "(tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M,"),
     ):
-        assert source.count(f"                {forward}") or source.count(f"            {forward}"), forward
-        source = source.replace(
-            f"_swiglu_tile(\n                {forward}", f"_swiglu_tile(\n                {backward}"
-        )
-        source = source.replace(f"_swiglu_tile(\n            {forward}", f"_swiglu_tile(\n            {backward}")
+        source, count = re.subn(rf"(_swiglu_tile\(\s+){forward}", rf"\1{backward}", source)
+        assert count == 1, f"{count} calls of _swiglu_tile start with {forward}"
     # Triton reads a kernel's source from its file, for as long as it is compiled.
     folder = tempfile.TemporaryDirectory(prefix="activation-order-")
     path = Path(folder.name) / "kernels_from_the_end.py"
