@@ -344,7 +344,8 @@ def test_seed_table_from_a_profile(tmp_path):
 
 def test_kept_variants_are_measured_ones():
     assert set(tables.KEPT) == set(bench_variants.NAMES)
-    source = (ROOT / "benchmark/deepep_v2/variants.py").read_text()
+    files = ("variants.py", "half_batches.py")
+    source = "".join((ROOT / "benchmark/deepep_v2" / file).read_text() for file in files)
     named = [kept.partition("=")[0] for kept in tables.KEPT.values() if kept]
     assert all(f'"{name}' in source or f"{name}=" in source for name in named)
     assert re.fullmatch(r"BM \d+ G \d+ W \d+ P \d+", tables.kept_tile())
