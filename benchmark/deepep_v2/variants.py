@@ -331,7 +331,7 @@ def swiglu_tiles(worker) -> list[dict]:
     gateups, weights, psum, valid = activation_inputs(worker)
     moved, found = num_bytes(valid, worker.intermediate), []
     sizes = [
-        (m, g, w) for m in (2, 4, 8, 16, 32) for g in (1, 2, 4, 8) for w in (2, 4, 8) if 1024 <= m * g * 128 <= 16384
+        (m, g, w) for m in (1, 2, 4, 8, 16) for g in (1, 2, 4, 8, 16) for w in (2, 4, 8) if 1024 <= m * g * 128 <= 8192
     ]
     tiles = [(*size, chosen[3]) for size in sizes] + [(*chosen[:3], cap) for cap in (528, 1056, 2112, 4224, 65536)]
     if worker.device.type == "cpu":
