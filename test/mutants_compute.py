@@ -219,6 +219,13 @@ COMPUTE = (
         (SYNC_FREE_TESTS + "test_without_a_limit_a_share_of_the_free_memory_counts",),
     ),
     (
+        "sync-free decided by each rank's own free memory",
+        SYNC_FREE,
+        "if dist.get_world_size(group) > 1:",
+        "if False:",
+        (SYNC_FREE_TESTS + "test_every_rank_decides_by_the_rank_with_least_memory",),
+    ),
+    (
         "strided psum accepted",
         KERNELS,
         "psum.dim() == 1 and psum.is_contiguous()",

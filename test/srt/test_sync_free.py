@@ -54,25 +54,41 @@ def test_bytes_are_those_of_the_tensors(fp8):
 def test_a_limit_that_is_too_small_is_an_error(monkeypatch):
     needed = sync_free.layer_bytes(1024, 2048, 768, True)
     monkeypatch.setenv(LIMIT, str(needed))
-    assert sync_free.refusal(1024, 2048, True) is None
+    assert sync_free.refusal(1024, 2048, True, None) is None
     monkeypatch.setenv(LIMIT, str(needed - 1))
     with pytest.raises(ValueError, match=rf"needs {needed} bytes .*1024 rows.* allows {needed - 1}") as refused:
-        sync_free.refusal(1024, 2048, True)
+        sync_free.refusal(1024, 2048, True, None)
     assert LIMIT in str(refused.value) and "intermediate 768" in str(refused.value)
     monkeypatch.setenv(LIMIT, "0")
     with pytest.raises(ValueError, match="allows 0"):
-        sync_free.refusal(128, 256, False)
+        sync_free.refusal(128, 256, False, None)
 
 
 def test_without_a_limit_a_share_of_the_free_memory_counts(monkeypatch):
     needed = sync_free.layer_bytes(1024, 2048, 768, True)
     free = {"bytes": 0}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free["bytes"], 1 << 40))
+    monkeypatch.setattr(sync_free, "_least_free_bytes", lambda group: free["bytes"])
     free["bytes"] = 4 * needed
-    assert sync_free.refusal(1024, 2048, True) is None
+    assert sync_free.refusal(1024, 2048, True, None) is None
     free["bytes"] = 4 * needed - 4
-    assert sync_free.refusal(1024, 2048, True) is None, "later layers decide as the first one did"
+    assert sync_free.refusal(1024, 2048, True, None) is None, "later layers decide as the first one did"
     monkeypatch.setattr(sync_free, "_free_bytes", None)
-    refusal = sync_free.refusal(1024, 2048, True)
+    refusal = sync_free.refusal(1024, 2048, True, None)
     assert str(needed) in refusal and LIMIT in refusal and "25%" in refusal
+
+
+def test_every_rank_decides_by_the_rank_with_least_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 40, 1 << 41))
+    monkeypatch.setattr(torch, "tensor", lambda values, device: torch.as_tensor(values))
+    asked = []
+
+    def all_reduce(tensor, op, group):
+        asked.append((op, group))
+        tensor.clamp_(max=1 << 30)
+
+    monkeypatch.setattr(sync_free.dist, "get_world_size", lambda group: {"one": 1, "two": 2}[group])
+    monkeypatch.setattr(sync_free.dist, "all_reduce", all_reduce)
+    assert sync_free._least_free_bytes("one") == 1 << 40 and not asked
+    assert sync_free._least_free_bytes("two") == 1 << 30
+    assert asked == [(sync_free.dist.ReduceOp.MIN, "two")]

@@ -145,7 +145,7 @@ class _DeepEPv2Impl:
             return False, "SGLANG_DEEPEP_V2_ENABLE_SYNC_FREE_PREFILL=0"
         if not self._use_psum_pipeline:
             return False, "the psum pipeline is off"
-        refusal = sync_free.refusal(rows, self.hidden_size, self.use_fp8_dispatch)
+        refusal = sync_free.refusal(rows, self.hidden_size, self.use_fp8_dispatch, self.group)
         return refusal is None, refusal or "capacity-sized buffers"
 
     def _decide_prefill(self) -> None:

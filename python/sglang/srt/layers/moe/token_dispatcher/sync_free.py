@@ -7,6 +7,7 @@ case: ``rows = ranks * capacity * min(topk, local experts)``, plus alignment.
 import logging
 
 import torch
+import torch.distributed as dist
 from sglang.srt.environ import envs
 
 logger = logging.getLogger(__name__)
@@ -15,7 +16,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_FREE_MEMORY_SHARE = 0.25
 
 _widest_intermediate = 0
-# Free bytes at the first decision: layers of one process must not decide by what the others left.
+# Free bytes at the first decision, the least of all ranks: layers and ranks of one model must decide alike.
 _free_bytes: int | None = None
 
 
@@ -39,8 +40,18 @@ def layer_bytes(rows: int, hidden: int, intermediate: int, fp8: bool) -> int:
     return rows * (received + 4 + 2 * 2 * intermediate + activation + 2 * hidden)
 
 
-def refusal(rows: int, hidden: int, fp8: bool) -> str | None:
-    """Why sync-free prefill cannot be used, or None when its buffers fit.
+def _least_free_bytes(group: dist.ProcessGroup) -> int:
+    """Free device memory of the rank that has least, bytes; collective over ``group``."""
+    free = torch.tensor([torch.cuda.mem_get_info()[0]], device="cuda")
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(free, dist.ReduceOp.MIN, group)
+    return int(free.item())
+
+
+def refusal(rows: int, hidden: int, fp8: bool, group: dist.ProcessGroup) -> str | None:
+    """Why sync-free prefill cannot be used, or None when its buffers fit; the same on every rank of ``group``.
+
+    The first call without a limit is collective over ``group``.
 
     Raises:
         ValueError: ``SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES`` is set and smaller than what the launch needs.
@@ -60,7 +71,7 @@ def refusal(rows: int, hidden: int, fp8: bool) -> str | None:
         return None
     global _free_bytes
     if _free_bytes is None:
-        _free_bytes, _ = torch.cuda.mem_get_info()
+        _free_bytes = _least_free_bytes(group)
     allowed = int(_free_bytes * DEFAULT_FREE_MEMORY_SHARE)
     if needed > allowed:
         return (
