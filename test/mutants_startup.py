@@ -58,7 +58,7 @@ STARTUP = (
     (
         "standing buffer built again",
         PREBUILD,
-        " and not dispatchers[0].buffer_is_built():",
+        " and not first.buffer_is_built():",
         ":",
         (PREBUILD_TESTS + "test_r11_builds_once_for_all_layers",),
     ),
@@ -149,8 +149,15 @@ STARTUP = (
     (
         "only the first layer settles its prefill",
         PREBUILD,
-        "    for dispatcher in dispatchers:",
-        "    for dispatcher in dispatchers[:1]:",
+        "    for layer in layers:\n        layer.dispatcher.settle_prefill()",
+        "    for layer in layers[:1]:\n        layer.dispatcher.settle_prefill()",
         (PREBUILD_TESTS + "test_r11_builds_once_for_all_layers",),
+    ),
+    (
+        "psum GEMMs compiled by the first request",
+        PREBUILD,
+        "            _warm_up_psum_gemms(layer)",
+        "            pass",
+        (PREBUILD_TESTS + "test_psum_gemms_are_compiled_before_any_forward",),
     ),
 )

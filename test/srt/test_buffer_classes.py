@@ -153,6 +153,7 @@ def refusing(monkeypatch, tmp_path, package: str, raised: str) -> None:
 WRONG_NCCL = "AssertionError('Invalid NCCL versions: a (loaded) v.s. b (expected)')"
 OLD_NCCL = "ImportError('DeepEP 2.5 needs NCCL 2.32.3 or newer, but there is 2.30.7')"
 NO_CUPTI = "ModuleNotFoundError('No module named cupti', name='cupti')"
+BARE_ASSERT = "AssertionError()"
 NO_NVCC = "ImportError('DeepEP compiles kernels at runtime and needs nvcc')"
 
 
@@ -163,7 +164,8 @@ NO_NVCC = "ImportError('DeepEP compiles kernels at runtime and needs nvcc')"
         ({"deep_ep": WRONG_NCCL}, "Invalid NCCL", r"nvidia-nccl-cu13==2\.30\.7"),
         ({"deep_ep_v25": WRONG_NCCL}, "Invalid NCCL", r"nvidia-nccl-cu13==2\.32\.3"),
         ({"deep_ep_v25": OLD_NCCL}, "2.32.3 or newer", r"nvidia-nccl-cu13==2\.32\.3"),
-        ({"deep_ep_v25": NO_NVCC}, "needs nvcc", r"pip install sgl-deep-ep==0\.1"),
+        ({"deep_ep_v25": NO_NVCC}, "needs nvcc", "deep_ep_v25 is installed and refuses this host; CUDA_HOME"),
+        ({"deep_ep": BARE_ASSERT}, r"AssertionError: raise AssertionError\(\) \(.*deep_ep.py:1\)", "CUDA_HOME"),
         ({"deep_ep_v25": NO_CUPTI}, "cupti", r"pip install sgl-deep-ep==0\.1"),
         ({"deep_ep": WRONG_NCCL, "deep_ep_v25": NO_NVCC}, "Invalid NCCL", r"nvidia-nccl-cu13==2\.30\.7"),
     ],

@@ -105,6 +105,15 @@ def test_r9_missing_gin_names_the_variable(monkeypatch):
         DeepEPv2Buffer.get_buffer("group", **SIZES)
 
 
+def test_an_error_that_only_spells_gin_is_left_as_it_is(monkeypatch):
+    def refuse(self, group, **sizes):
+        raise AssertionError("NCCL_NET_PLUGIN: ORIGIN unknown")
+
+    monkeypatch.setattr(Recorded, "__init__", refuse)
+    with pytest.raises(AssertionError, match="^NCCL_NET_PLUGIN"):
+        DeepEPv2Buffer.get_buffer("group", **SIZES)
+
+
 def test_a_buffer_that_cannot_be_built_is_not_kept(monkeypatch):
     DeepEPv2Buffer.get_buffer("group", **SIZES)
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.nn as nn
+from sglang.srt.layers.deep_gemm_wrapper import psum
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher.deepep_v2 import DeepEPv2Dispatcher
 from sglang.srt.layers.moe.utils import MoeA2ABackend
@@ -46,11 +48,17 @@ class RecordingDispatcher(DeepEPv2Dispatcher):
     def settle_prefill(self) -> None:
         self.buffer.settled += 1
 
+    @property
+    def uses_psum_pipeline(self) -> bool:
+        return self.key == "fp8"
+
 
 class Layer(FusedMoE):
     def __init__(self, dispatcher):
         nn.Module.__init__(self)
         self.dispatcher = dispatcher
+        self.w13_weight = torch.empty(4, 512, 256).to(torch.float8_e4m3fn)
+        self.w2_weight = torch.empty(4, 256, 256).to(torch.float8_e4m3fn)
 
 
 @pytest.fixture
@@ -81,6 +89,27 @@ def test_r11_builds_once_for_all_layers(buffer, runner):
     assert (buffer.builds, buffer.settled) == (1, 2)
     maybe_prebuild_deepep_v2_buffers(model=model, decode_cuda_graph_runner=decode_cuda_graph_runner)
     assert buffer.builds == 1
+
+
+def test_psum_gemms_are_compiled_before_any_forward(buffer, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(psum, "_warmed", set())
+
+    def warm_up(key, rows):
+        assert buffer.settled == 2, "the row counts to compile are known once every layer has settled"
+        compiled.append((key, rows))
+        psum._warmed.add(key)
+
+    monkeypatch.setattr(psum, "_warm_up", warm_up)
+    odd = Layer(RecordingDispatcher(buffer))
+    odd.w13_weight, odd.w2_weight = torch.empty(4, 512, 128, dtype=torch.uint8), torch.empty(3, dtype=torch.bfloat16)
+    maybe_prebuild_deepep_v2_buffers(model=nn.Sequential(Layer(RecordingDispatcher(buffer)), odd))
+    assert compiled == [(("fp8", 4, 512, 256), 0), (("fp8", 4, 256, 256), 0)]
+    compiled.clear()
+    psum._warmed.clear()
+    buffer.settled = 1
+    maybe_prebuild_deepep_v2_buffers(model=model_of(RecordingDispatcher(buffer, "labels")))
+    assert not compiled
 
 
 def test_r11_captured_decode_graph_has_built_it(buffer):

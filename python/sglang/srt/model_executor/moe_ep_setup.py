@@ -25,7 +25,10 @@ def maybe_prebuild_deepep_v2_buffers(*, model: nn.Module, decode_cuda_graph_runn
     Building allocates the symmetric memory and meets every rank in an NCCL barrier, so all ranks of a model call
     this at the same point of start-up. The buffer is process-wide: one dispatcher builds it for every MoE layer.
 
-    Every layer also decides and logs here how its prefill runs. Nothing is built when the a2a backend is not deepep_v2,
+    Every layer also decides and logs here how its prefill runs, and its psum GEMMs are compiled where start-up compiles
+    any: in a first forward, peers would wait in combine for the rank that compiles, until DeepEP's timeout.
+
+    Nothing is built when the a2a backend is not deepep_v2,
     when a decode graph was captured (its dispatches built the buffer), or when a buffer with this model's key exists.
 
     Args:
@@ -34,7 +37,9 @@ def maybe_prebuild_deepep_v2_buffers(*, model: nn.Module, decode_cuda_graph_runn
             where the caller does not know (SGLang 0.5.23's call); the buffer's key decides then.
 
     Raises:
-        ValueError: sync-free prefill needs more than ``SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES``.
+        ImportError: no buffer class can be loaded.
+        ValueError: sync-free prefill needs more than ``SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES``, or DeepGEMM's row
+            alignment does not divide dispatch's.
     """
     if not get_moe_a2a_backend().is_deepep_v2():
         return
@@ -43,11 +48,25 @@ def maybe_prebuild_deepep_v2_buffers(*, model: nn.Module, decode_cuda_graph_runn
     from sglang.srt.layers.moe.token_dispatcher.deepep_v2 import DeepEPv2Dispatcher
 
     layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
-    dispatchers = [layer.dispatcher for layer in layers if isinstance(layer.dispatcher, DeepEPv2Dispatcher)]
-    if not dispatchers:
+    layers = [layer for layer in layers if isinstance(layer.dispatcher, DeepEPv2Dispatcher)]
+    if not layers:
         return
-    if not _decode_graph_is_captured(decode_cuda_graph_runner) and not dispatchers[0].buffer_is_built():
-        dispatchers[0].prebuild()
+    first = layers[0].dispatcher
+    if not _decode_graph_is_captured(decode_cuda_graph_runner) and not first.buffer_is_built():
+        first.prebuild()
     # A layer that cannot prefill as configured must not be found out by a request.
-    for dispatcher in dispatchers:
-        dispatcher.settle_prefill()
+    for layer in layers:
+        layer.dispatcher.settle_prefill()
+    for layer in layers:
+        if layer.dispatcher.uses_psum_pipeline:
+            _warm_up_psum_gemms(layer)
+
+
+def _warm_up_psum_gemms(layer: nn.Module) -> None:
+    # deep_gemm_wrapper reads the device at import, so not at this module's top.
+    from sglang.srt.layers.deep_gemm_wrapper import psum
+
+    for name in ("w13_weight", "w2_weight"):
+        weight = getattr(layer, name, None)
+        if weight is not None:
+            psum.warm_up(weight)

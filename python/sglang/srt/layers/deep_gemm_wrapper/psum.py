@@ -110,7 +110,7 @@ def grouped_gemm_fp8(
         return
     key = ("fp8", *b.shape)
     if key not in _warmed:
-        _warm_up(key, a.shape[0])
+        _warm_up(key, rows)
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous((a, a_scale), (b, b_scale), out, psum, use_psum_layout=True)
 
 
@@ -128,8 +128,20 @@ def grouped_gemm_bf16(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, psum:
         return
     key = ("bf16", *b.shape)
     if key not in _warmed:
-        _warm_up(key, a.shape[0])
+        _warm_up(key, rows)
     deep_gemm.m_grouped_bf16_gemm_nt_contiguous(a, b, out, psum, use_psum_layout=True)
+
+
+def warm_up(weight: torch.Tensor) -> None:
+    """Compile the GEMM of an expert weight now, while no peer waits inside a dispatch or combine.
+
+    Args:
+        weight: ``[experts, n, k]`` float8_e4m3fn or bf16; anything else has no psum GEMM and is passed over.
+    """
+    kind = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}.get(weight.dtype)
+    key = (kind, *weight.shape)
+    if kind and weight.dim() == 3 and key not in _warmed:
+        _warm_up(key, 0)
 
 
 def _warm_up(key: tuple, rows: int) -> None:
@@ -200,8 +212,9 @@ def _compile(kind: str, experts: int, n: int, k: int, row_counts: range) -> None
             deep_gemm.m_grouped_bf16_gemm_nt_contiguous(a[:count], b, out[:count], psum, use_psum_layout=True)
             continue
         # The scale's row stride depends on the row count, so it is laid out anew for each.
-        a_scale = torch.empty_strided((count, -(-k // 128)), (1, -(-count // 4) * 4), dtype=torch.float32, **cuda)
-        if DEEPGEMM_SCALE_UE8M0:
+        if not DEEPGEMM_SCALE_UE8M0:
+            a_scale = torch.empty_strided((count, -(-k // 128)), (1, -(-count // 4) * 4), dtype=torch.float32, **cuda)
+        else:
             a_scale = torch.zeros(-(-k // 512), -(-count // 4) * 4, dtype=torch.int32, **cuda).t()[:count]
         deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
             (a[:count], a_scale), (b, b_scale), out[:count], psum, use_psum_layout=True

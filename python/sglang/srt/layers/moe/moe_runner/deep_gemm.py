@@ -63,7 +63,7 @@ class ExpandedPrefill:
 
 @dataclass
 class DeepGemmRunnerInput(upstream.DeepGemmRunnerInput):
-    # m_indices then holds DeepEP's psum, one entry per expert, instead of one label per row.
+    # The psum then says which rows are whose, and m_indices stays None.
     use_psum_layout: bool = False
 
 
@@ -109,13 +109,13 @@ class DeepGemmRunnerCore(upstream.DeepGemmRunnerCore):
         return runner_input.hidden_states.new_empty((0, hidden), dtype=torch.bfloat16)
 
     def _run_psum(self, runner_input, quant_info, expanded: ExpandedPrefill) -> torch.Tensor:
-        """``[rows, hidden]`` bf16, weighted, by three launches; rows of padding hold anything."""
+        """``[rows, hidden]`` bf16 by three launches, weighted unless raw rows are asked for; padding holds anything."""
         rows_in, scale_in = runner_input.hidden_states, runner_input.hidden_states_scale
         w13, w2, psum = quant_info.w13_weight, quant_info.w2_weight, expanded.psum
         rows = rows_in.shape[0]
         gateup = torch.empty((rows, w13.shape[1]), device=rows_in.device, dtype=torch.bfloat16)
         activation = (gateup, expanded.row_weights, psum, expanded.expert_alignment)
-        expanded.weighted = True
+        expanded.weighted = expanded.row_weights is not None
         if scale_in is None:
             psum_gemm.grouped_gemm_bf16(rows_in, w13, gateup, psum)
             _dispose(rows_in)
@@ -127,6 +127,7 @@ class DeepGemmRunnerCore(upstream.DeepGemmRunnerCore):
             return output
         psum_gemm.grouped_gemm_fp8(rows_in, scale_in, w13, quant_info.w13_scale, gateup, psum)
         _dispose(rows_in)
+        _dispose(scale_in)
         down_input, down_scale = kernels.swiglu_quant_expanded(
             *activation,
             swiglu_limit=self.swiglu_limit,
@@ -186,11 +187,11 @@ class DeepGemmRunnerCore(upstream.DeepGemmRunnerCore):
         return sglang_per_token_group_quant_fp8(activated, group)
 
 
-def _dispose(rows: torch.Tensor) -> None:
-    """Give the received rows' memory back although the dispatch output still names them."""
-    # A captured graph keeps reading the address. Piecewise prefill capture is refused at start-up with this backend.
+def _dispose(received: torch.Tensor) -> None:
+    """Give a received tensor's memory back although the dispatch output still names it."""
+    # A captured graph keeps reading the address. SGLang turns prefill graphs off with this backend.
     if not get_flags().capture.disable_dispose_tensor:
-        rows.set_()
+        received.set_()
 
 
 def _silu_and_mul(gateup: torch.Tensor, out: torch.Tensor) -> None:
@@ -239,18 +240,17 @@ def pre_permute_deepep_v2_to_deep_gemm(
         expert_alignment=dispatch_output.expert_alignment,
         row_weights=None if runner_config.no_combine else dispatch_output.topk_weights,
     )
-    if use_psum_layout:
-        rows_to_experts = psum
-    else:
+    m_indices = None
+    if not use_psum_layout:
         _record_shape(running_state, hidden_states)
-        rows_to_experts = kernels.fill_m_indices_from_psum(
+        m_indices = kernels.fill_m_indices_from_psum(
             psum, psum.shape[0], hidden_states.shape[0], dispatch_output.expert_alignment
         )
     return DeepGemmRunnerInput(
         hidden_states=hidden_states,
         hidden_states_scale=scale,
         use_masked_gemm=False,
-        m_indices=rows_to_experts,
+        m_indices=m_indices,
         activation_scale_block_size=dispatch_output.activation_scale_block_size,
         use_psum_layout=use_psum_layout,
     )

@@ -478,6 +478,11 @@ class DeepEPv2Dispatcher(BaseDispatcher):
         """Whether the process-wide buffer already stands under this layer's key."""
         return self._impl.buffer_is_built()
 
+    @property
+    def uses_psum_pipeline(self) -> bool:
+        """Whether an expanded prefill takes the psum pipeline; final once prefill is settled."""
+        return self._impl._use_psum_pipeline
+
     def settle_prefill(self) -> None:
         """Decide and log now how this layer's prefill will run.
 

@@ -32,7 +32,7 @@ class DeepEPv2DispatchOutput(NamedTuple):
         total_expanded: rows of the receive buffer in the masked case.
         expert_alignment: rows to which each expert's segment is rounded up.
         activation_scale_block_size: elements of hidden that share one scale.
-        use_psum_layout: the scales are laid out for the psum pipeline.
+        use_psum_layout: the rows, and their scales if they have any, are laid out for the psum pipeline.
     """
 
     hidden_states: torch.Tensor

@@ -8,6 +8,8 @@ import importlib
 import inspect
 import logging
 import os
+import re
+import traceback
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,8 @@ logger = logging.getLogger(__name__)
 _PACKAGES = ("deep_ep", "deep_ep_v25")
 _CLASS_NAMES = ("ElasticBuffer", "EPBuffer")
 _NCCL = {"deep_ep": "2.30.7", "deep_ep_v25": "2.32.3"}
+# The word, not a part of PLUGIN or ENGINE.
+_GIN = re.compile(r"(?<![A-Z])GIN(?![A-Z])")
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -50,12 +54,17 @@ def find_buffer_class() -> BufferClass:
         except Exception as error:
             return BufferClass(None, "reference", error)
         return BufferClass(ReferenceElasticBuffer, "reference", None)
-    tried = [_import_buffer_class(package) for package in _PACKAGES]
+    tried = []
+    for package in _PACKAGES:
+        tried.append(_import_buffer_class(package))
+        if tried[-1].cls is not None:
+            return tried[-1]
     # A package that is there and refuses says more than one that is missing.
-    return next(
-        (found for found in tried if found.cls is not None),
-        next((found for found in tried if getattr(found.error, "name", None) != found.package), tried[0]),
-    )
+    return next((found for found in tried if not _is_missing(found)), tried[0])
+
+
+def _is_missing(found: BufferClass) -> bool:
+    return isinstance(found.error, ModuleNotFoundError) and found.error.name == found.package
 
 
 def _import_buffer_class(package: str) -> BufferClass:
@@ -67,7 +76,9 @@ def _import_buffer_class(package: str) -> BufferClass:
     name = next((name for name in _CLASS_NAMES if hasattr(module, name)), None)
     if name is None:
         version = getattr(module, "__version__", "unknown")
-        error = ImportError(f"{package} {version} has neither of {', '.join(_CLASS_NAMES)}; V2 needs >= 2.0")
+        text = f"{package} {version} has neither of {', '.join(_CLASS_NAMES)}; V2 needs >= 2.0"
+        # Named as if it were missing: installing is what fixes both.
+        error = ModuleNotFoundError(text, name=f"{package}.{_CLASS_NAMES[0]}")
         return BufferClass(None, "deep_ep", error, package)
     cls = getattr(module, name)
     return BufferClass(_copying_ids(cls) if name == "EPBuffer" else cls, "deep_ep", None, package)
@@ -98,7 +109,7 @@ def require(found: BufferClass) -> type:
     """
     if found.cls is not None:
         return found.cls
-    reason = f"{type(found.error).__name__}: {found.error}"
+    reason = _reason(found.error)
     if found.transport == "reference":
         fix = "pip install sglang-deepep-v2, or unset SGLANG_DEEPEP_V2_USE_REFERENCE_TRANSPORT"
     elif not isinstance(found.error, ModuleNotFoundError) and "nccl" in str(found.error).lower():
@@ -106,12 +117,23 @@ def require(found: BufferClass) -> type:
         fix = (
             f"pip install --force-reinstall --no-deps nvidia-nccl-cu13=={version}, the NCCL that {found.package} needs"
         )
-    else:
+    elif isinstance(found.error, ModuleNotFoundError):
         fix = "pip install sgl-deep-ep==0.1.2.post1"
+    else:
+        fix = f"{found.package} is installed and refuses this host; CUDA_HOME must name a CUDA 13 toolkit with nvcc"
     raise ImportError(
         f"--moe-a2a-backend deepep_v2 cannot load its buffer class: {reason}. Fix: {fix}. "
         "`sglang-deepep-v2 doctor` checks the whole stack; --moe-a2a-backend deepep does without it."
     ) from found.error
+
+
+def _reason(error: BaseException) -> str:
+    """Type and text of an error; where it has no text, as a bare assert, the line that raised it."""
+    text = str(error)
+    if not text and error.__traceback__:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{frame.line} ({frame.filename}:{frame.lineno})"
+    return f"{type(error).__name__}: {text}"
 
 
 def prepare_environment(num_nodes: int) -> None:
@@ -159,7 +181,7 @@ def build(cls: type, group: dist.ProcessGroup, required: dict[str, Any], optiona
     try:
         return cls(group, **required, **optional)
     except Exception as error:
-        if "GIN" not in str(error):
+        if not _GIN.search(str(error)):
             raise
         raise RuntimeError(
             f"DeepEP v2 could not start NCCL's GPU-initiated networking: {error}. On one node EP_DISABLE_GIN=1 does "
