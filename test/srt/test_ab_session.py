@@ -177,6 +177,12 @@ def test_children_that_ignore_sigterm_end_with_their_server(fake_servers, monkey
                 pass
 
 
+def default_signals() -> None:
+    """A test run in the background ignores what the child has to notice, and the child would inherit that."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 DRIVER = """
 import sys
 sys.path.insert(0, {folder!r})
@@ -199,7 +205,10 @@ def test_ctrl_c_ends_every_child_and_exits_with_130(fake_servers, numbers):
     env = os.environ | {"FAKE_CHILD_PID_FILE": str(pid_file), "FAKE_SLEEP_S": "60"}
     driver = DRIVER.format(folder=str(FAKE.parent))
     with (fake_servers / "out.txt").open("wb") as out:
-        process = subprocess.Popen([sys.executable, "-c", driver], env=env, cwd=fake_servers, stdout=out, stderr=out)
+        command_line = [sys.executable, "-c", driver]
+        process = subprocess.Popen(
+            command_line, env=env, cwd=fake_servers, stdout=out, stderr=out, preexec_fn=default_signals
+        )
     try:
         wait_until(lambda: (fake_servers / "out.txt").read_text().count("50 prompts") == 2)
         children = list(map(int, pid_file.read_text().split()))

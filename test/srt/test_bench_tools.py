@@ -316,7 +316,14 @@ def test_an_ended_benchmark_leaves_no_worker(tmp_path, number):
         "8",
     ]
     command += ["--paths", "psum", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+    # A test run in the background ignores SIGINT, and the child would inherit that.
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    )
     try:
         deadline = time.monotonic() + 30
         while len(_group(process.pid)) < 2 and time.monotonic() < deadline:
