@@ -236,6 +236,6 @@ def rows(data: Data) -> list[list[str]]:
             "symmetric memory allocated at the first request",
             "about 2 GB",
             "at start-up; the log line `DeepEP v2 buffer:` prints the bytes of your configuration",
-            "depends on ranks and capacity; that it is prebuilt: `make test-gpu ARGS='-k prebuild'`",
+            "depends on ranks and capacity; that it is prebuilt: `pytest test/srt/test_prebuild.py`",
         ],
     ]

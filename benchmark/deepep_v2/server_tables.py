@@ -56,7 +56,7 @@ def server_profile(data: seed_claims.Data) -> str:
         times = [f"{row['moe_span_us']:.0f}", f"{row['moe_busy_us']:.0f}"]
         rows.append([f"`{row['path']}`", *times, *(f"{row[share]:.1%}" for share in shares)])
     return (
-        f"{first['model']}, EP{first['ep']}, one prompt of {first['prompt_len']} tokens, commit {first['commit']}; the "
+        f"{first['model']}, EP{first['ep']}, prompts of {first['prompt_len']} tokens, commit {first['commit']}; the "
         f"last four columns divide the GPU's busy time:\n\n{markdown(rows)}"
     )
 
