@@ -13,9 +13,9 @@ class _HalfLayer:
     ``num_sms``: the SMs that dispatch takes, 0 for DeepEP's own choice.
     """
 
-    def __init__(self, worker, tokens: slice, num_sms: int = 0):
+    def __init__(self, worker, tokens: slice):
         self.worker, self.gemm = worker, deep_gemm_of(worker).m_grouped_fp8_gemm_nt_contiguous
-        self.num_sms = num_sms
+        self.num_sms = 0
         self.x = tuple(part[tokens].contiguous() for part in worker.tools.quantise(worker.x))
         self.x = (self.x[0], self.x[1].t().contiguous().t())
         self.ids = worker.topk_ids[tokens].to(torch.int64).contiguous()

@@ -113,12 +113,12 @@ class Floor:
             worker, buffer, worker.tools.quantise(worker.x, column_major=True), True, expert_alignment=alignment
         )
         self.psum = handle.psum_num_recv_tokens_per_expert.clone()
-        self.x, self.x_scale = x.clone(), _column_major(x_scale)
+        self.x, self.x_scale = x.clone(), column_major(x_scale)
         rows, intermediate = x.shape[0], worker.intermediate
         buffer.combine(torch.zeros(rows, worker.hidden, device=worker.device, dtype=torch.bfloat16), handle=handle)
         activated = torch.randn(rows, intermediate, device=worker.device)
         self.down, down_scale = worker.tools.quantise(activated.to(torch.bfloat16))
-        self.down_scale = _column_major(down_scale)
+        self.down_scale = column_major(down_scale)
         self.gate_up = torch.empty(rows, 2 * intermediate, device=worker.device, dtype=torch.bfloat16)
         self.output = torch.empty(rows, worker.hidden, device=worker.device, dtype=torch.bfloat16)
         self.gemm = deep_gemm_of(worker).m_grouped_fp8_gemm_nt_contiguous
@@ -155,7 +155,7 @@ def valid_rows(psum: torch.Tensor, alignment: int = 128) -> int:
     return rows
 
 
-def _column_major(scale: torch.Tensor) -> torch.Tensor:
+def column_major(scale: torch.Tensor) -> torch.Tensor:
     """A copy of [rows, groups] fp32 scales, column-major with rows padded to a multiple of 4."""
     rows, groups = scale.shape
     storage = torch.empty(groups, -(-rows // 4) * 4, device=scale.device, dtype=torch.float32)

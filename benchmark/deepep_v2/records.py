@@ -138,7 +138,12 @@ def groups(records: Iterable[dict]) -> Iterator[tuple[dict, dict[int, dict[str, 
 
 def is_target_shape(shape: dict) -> bool:
     """Whether ``RATIOS`` was set for this shape."""
-    return all(shape[field] == value for field, value in TARGET.items()) and "H200" in shape["gpu"]
+    return has_target_widths(shape) and "H200" in shape["gpu"]
+
+
+def has_target_widths(record: dict) -> bool:
+    """Whether a record or shape is of the layer that ``RATIOS`` speaks of; a width that it does not name counts."""
+    return all(record.get(field, value) == value for field, value in TARGET.items())
 
 
 def ratio_rows(shape: dict, by_tokens: dict[int, dict[str, dict]]) -> list[tuple[str, int, float, float | None]]:

@@ -33,10 +33,8 @@ def kernels(data: Data, path: str) -> dict[str, float]:
     """Kernel -> us per layer of a path's newest profile at ``TOKENS`` tokens, one rank, the target shape."""
     newest: dict[str, float] = {}
     for row in data.profile:
-        fields = ("hidden", "intermediate", "local_experts")
-        if (row["path"], row["tokens"], row["ep"]) != (path, TOKENS, 1) or any(
-            row[f] != records.TARGET[f] for f in fields
-        ):
+        of_layer = (row["path"], row["tokens"], row["ep"]) == (path, TOKENS, 1)
+        if not (of_layer and records.has_target_widths(row)):
             continue
         if row["kernel"] in newest:
             newest.clear()
@@ -69,7 +67,7 @@ def layer_ratios(data: Data, slow: str, ours: str, ep: int = 1) -> str:
     """Ratios of the layer's medians at the target shape, "1.20 at 512, ..." tokens; empty without records."""
     found = []
     for shape, by_tokens in records.groups(data.layer):
-        if shape["ep"] != ep or any(shape[f] != v for f, v in records.TARGET.items()):
+        if shape["ep"] != ep or not records.has_target_widths(shape):
             continue
         for tokens, by_path in by_tokens.items():
             if slow in by_path and ours in by_path:

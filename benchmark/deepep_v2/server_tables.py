@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 import seed_claims
-from table_format import markdown, missing
+from table_format import markdown, missing, span
 
 
 def server(data: seed_claims.Data) -> str:
@@ -30,8 +30,7 @@ def server(data: seed_claims.Data) -> str:
                 gain = f", {row['input_tok_s_median'] / base['input_tok_s_median'] - 1:+.1%}" if base else ""
                 cells.append(f"{row['input_tok_s_median']:.0f} ({low:.0f}-{high:.0f}){'' if path == first else gain}")
             rows.append([f"`{path}`", *cells])
-        counted = sorted({row["rounds"] for row in of_model})
-        rounds = " to ".join(map(str, dict.fromkeys((counted[0], counted[-1]))))
+        rounds = span(row["rounds"] for row in of_model)
         blocks.append(f"{model}, EP{ep}, {rounds} alternating rounds:\n\n{markdown(rows)}")
     return "\n\n".join(blocks)
 
@@ -39,8 +38,7 @@ def server(data: seed_claims.Data) -> str:
 def server_profile(data: seed_claims.Data) -> str:
     if not data.server_profile:
         return missing("python3 benchmark/deepep_v2/server_profile.py --model random:qwen3-moe-fp8")
-    first = data.server_profile[0]
-    heads = [
+    heads = (
         "path",
         "MoE layer us",
         "of it GPU busy us",
@@ -49,15 +47,17 @@ def server_profile(data: seed_claims.Data) -> str:
         "attention",
         "dense",
         "other",
-    ]
-    rows = [heads]
+    )
+    shares = ("moe_share_wall", "moe_share_busy", "attention_share", "dense_share", "other_share")
+    runs: dict[tuple, list[list[str]]] = {}
     for row in data.server_profile:
-        shares = ("moe_share_wall", "moe_share_busy", "attention_share", "dense_share", "other_share")
-        times = [f"{row['moe_span_us']:.0f}", f"{row['moe_busy_us']:.0f}"]
+        rows = runs.setdefault((row["model"], row["ep"], row["prompt_len"], row["commit"]), [list(heads)])
+        times = (f"{row['moe_span_us']:.0f}", f"{row['moe_busy_us']:.0f}")
         rows.append([f"`{row['path']}`", *times, *(f"{row[share]:.1%}" for share in shares)])
-    return (
-        f"{first['model']}, EP{first['ep']}, prompts of {first['prompt_len']} tokens, commit {first['commit']}; the "
-        f"last four columns divide the GPU's busy time:\n\n{markdown(rows)}"
+    return "\n\n".join(
+        f"{model}, EP{ep}, prompts of {length} tokens, commit {commit}; the last four columns divide the GPU's busy "
+        f"time:\n\n{markdown(rows)}"
+        for (model, ep, length, commit), rows in runs.items()
     )
 
 
@@ -97,35 +97,32 @@ def wilson(correct: int, total: int, z: float = statistics.NormalDist().inv_cdf(
 def accuracy(data: seed_claims.Data) -> str:
     if not data.accuracy:
         return missing("python3 benchmark/deepep_v2/accuracy/eval_paths.py --model DIR/fp8")
-    blocks = []
-    for ep, date in dict.fromkeys((row["ep"], row.get("date", "")) for row in data.accuracy):
-        heads = (
-            "path",
-            "correct",
-            "of",
-            "exact match",
-            "95 % interval",
-            "by prefill alone",
-            "logprob difference p50",
-            "p99",
+    heads = (
+        "path",
+        "correct",
+        "of",
+        "exact match",
+        "95 % interval",
+        "by prefill alone",
+        "logprob difference p50",
+        "p99",
+    )
+    runs: dict[tuple, list[list[str]]] = {}
+    for row in data.accuracy:
+        rows = runs.setdefault((row["ep"], row["date"]), [list(heads)])
+        low, high = wilson(row["correct"], row["total"])
+        rows.append(
+            [
+                f"`{row['path']}`",
+                str(row["correct"]),
+                str(row["total"]),
+                f"{row['correct'] / row['total']:.2%}",
+                f"{low:.1%}-{high:.1%}",
+                f"{row['correct_prefill'] / row['total']:.2%}" if "correct_prefill" in row else "-",
+                f"{row['logprob_diff_p50']:.1e}",
+                f"{row['logprob_diff_p99']:.1e}",
+            ]
         )
-        rows = [list(heads)]
-        for row in data.accuracy:
-            if (row["ep"], row.get("date", "")) != (ep, date):
-                continue
-            low, high = wilson(row["correct"], row["total"])
-            rows.append(
-                [
-                    f"`{row['path']}`",
-                    str(row["correct"]),
-                    str(row["total"]),
-                    f"{row['correct'] / row['total']:.2%}",
-                    f"{low:.1%}-{high:.1%}",
-                    f"{row['correct_prefill'] / row['total']:.2%}" if "correct_prefill" in row else "-",
-                    f"{row['logprob_diff_p50']:.1e}",
-                    f"{row['logprob_diff_p99']:.1e}",
-                ]
-            )
-        day = f", {date[:16].replace('T', ' ')} UTC" if date else ""
-        blocks.append(f"EP{ep}{day}:\n\n{markdown(rows)}")
-    return "\n\n".join(blocks)
+    return "\n\n".join(
+        f"EP{ep}, {date[:16].replace('T', ' ')} UTC:\n\n{markdown(rows)}" for (ep, date), rows in runs.items()
+    )

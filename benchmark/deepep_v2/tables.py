@@ -24,7 +24,7 @@ import records
 import seed_claims
 import shapes
 from server_tables import accuracy, agreement, server, server_profile
-from table_format import markdown, missing
+from table_format import markdown, missing, span
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -85,43 +85,39 @@ def last_runs(rows: list[dict], size: tuple[str, ...], key: tuple[str, ...]) -> 
 
 
 def run_ratios(data: seed_claims.Data) -> dict[tuple, dict]:
-    """Of every run of the target shape, (ep, date, commit), its rounds and sglang_expanded over each of our paths."""
-    by_run: dict[tuple, dict] = {}
-    for row in data.layer_runs:
-        if all(row[field] == value for field, value in records.TARGET.items()):
-            by_run.setdefault((row["ep"], row["date"][:10], row["commit"]), {})[row["path"], row["tokens"]] = row
-    ratios = {}
-    for run, found in sorted(by_run.items()):
-        of_run = {
-            (path, tokens): found["sglang_expanded", tokens]["us_median"] / row["us_median"]
-            for (path, tokens), row in found.items()
-            if path in OUR_PATHS and ("sglang_expanded", tokens) in found
-        }
-        if of_run:
-            ratios[run] = {"rounds": max(row["rounds"] for row in found.values())} | of_run
-    return ratios
+    """Of every run of the target shape, (ep, date, commit): rounds of each size, sglang_expanded over each of ours."""
+    of_target = [row for row in data.layer_runs if records.has_target_widths(row)]
+    ratios: dict[tuple, dict] = {}
+    for of_size in runs(of_target, lambda row: (row["ep"], row["tokens"]), lambda row: row["path"]):
+        for run in of_size:
+            by_path = {row["path"]: row for row in run}
+            theirs, ours = by_path.get("sglang_expanded"), [by_path[path] for path in OUR_PATHS if path in by_path]
+            if theirs and ours:
+                found = ratios.setdefault((theirs["ep"], theirs["date"][:10], theirs["commit"]), {"rounds": []})
+                found["rounds"].append(theirs["rounds"])
+                found |= {(row["path"], row["tokens"]): theirs["us_median"] / row["us_median"] for row in ours}
+    return dict(sorted(ratios.items()))
 
 
 def headline(data: seed_claims.Data) -> str:
     """One sentence for the README: how many times as fast a layer is as SGLang's own expanded prefill."""
     on_one = [of_run for (ep, _, _), of_run in run_ratios(data).items() if ep == 1]
-    if not on_one:
-        return missing("sglang-deepep-v2 bench")
 
     def ranges(path: str) -> str:
         cells = []
         for tokens in SIZES:
-            found = sorted(of_run[path, tokens] for of_run in on_one if (path, tokens) in of_run)
+            found = [of_run[path, tokens] for of_run in on_one if (path, tokens) in of_run]
             if found:
-                ends = dict.fromkeys(f"{ratio:.2f}" for ratio in (found[0], found[-1]))
-                cells.append(f"{' to '.join(ends)} at {tokens}")
+                cells.append(f"{span(found, '{:.2f}'.format)} at {tokens}")
         return ", ".join(cells)
 
     count = "the one recorded run" if len(on_one) == 1 else f"{len(on_one)} recorded runs"
-    free = ranges("psum_sync_free")
+    sync, free = ranges("psum"), ranges("psum_sync_free")
+    if not sync:
+        return missing("sglang-deepep-v2 bench")
     return (
         f"Time of one MoE layer on one {data.layer[0]['gpu']}, SGLang 0.5.23's expanded prefill over this patch's in "
-        f"the same run, {count}: {ranges('psum')} tokens per rank{f'; without a host sync {free}' if free else ''} "
+        f"the same run, {count}: {sync} tokens per rank{f'; without a host sync {free}' if free else ''} "
         "(`sglang-deepep-v2 bench`)."
     )
 
@@ -143,7 +139,7 @@ def _spread(record: dict) -> str:
 
 def _target_groups(layer: list[dict]):
     for shape, by_tokens in records.groups(layer):
-        if all(shape[field] == value for field, value in records.TARGET.items()):
+        if records.has_target_widths(shape):
             yield shape, by_tokens
 
 
@@ -220,17 +216,13 @@ def spread(data: seed_claims.Data) -> str:
     rows = [["EP", "date", "commit", "rounds", *(f"`{path}` {tokens}" for path, tokens in columns)]]
     for (ep, date, commit), of_run in run_ratios(data).items():
         cells = [f"{of_run[column]:.2f}" if column in of_run else "-" for column in columns]
-        rows.append([str(ep), date, commit, str(of_run["rounds"]), *cells])
+        rows.append([str(ep), date, commit, span(of_run["rounds"]), *cells])
     return markdown(rows, left=3) if len(rows) > 1 else missing("sglang-deepep-v2 bench")
 
 
 def activation(data: seed_claims.Data) -> str:
     """The activation kernel alone at the target shape, of each size its last record."""
-    of_target = {
-        row["tokens"]: row
-        for row in data.activation
-        if all(row[field] == records.TARGET[field] for field in ("hidden", "intermediate", "local_experts"))
-    }
+    of_target = {row["tokens"]: row for row in data.activation if records.has_target_widths(row)}
     if not of_target:
         return missing("sglang-deepep-v2 bench")
     rows = [["tokens per rank", "rows", "us", "TB/s", "of a large copy", "of a copy of as many bytes"]]
@@ -334,11 +326,7 @@ def load(results: Path) -> seed_claims.Data:
             "variants",
         )
     }
-    inspected = [
-        row
-        for row in read["detail"]
-        if row["busy_us"] is not None and all(row[field] == value for field, value in records.TARGET.items())
-    ]
+    inspected = [row for row in read["detail"] if row["busy_us"] is not None and records.has_target_widths(row)]
     of_target = [row for row in read["variants"] if row["hidden"] == records.TARGET["hidden"]]
     return seed_claims.Data(
         layer=newest_runs(read["layer"]),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from child_signals import heed_signals
 from sglang_deepep_v2.ab import command, servers, session
 from sglang_deepep_v2.ab.paths import PATHS
 from sglang_deepep_v2.ab.probe import make_prompts
@@ -177,12 +178,6 @@ def test_children_that_ignore_sigterm_end_with_their_server(fake_servers, monkey
                 pass
 
 
-def default_signals() -> None:
-    """A test run in the background ignores what the child has to notice, and the child would inherit that."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-
-
 DRIVER = """
 import sys
 sys.path.insert(0, {folder!r})
@@ -207,7 +202,7 @@ def test_ctrl_c_ends_every_child_and_exits_with_130(fake_servers, numbers):
     with (fake_servers / "out.txt").open("wb") as out:
         command_line = [sys.executable, "-c", driver]
         process = subprocess.Popen(
-            command_line, env=env, cwd=fake_servers, stdout=out, stderr=out, preexec_fn=default_signals
+            command_line, env=env, cwd=fake_servers, stdout=out, stderr=out, preexec_fn=heed_signals
         )
     try:
         wait_until(lambda: (fake_servers / "out.txt").read_text().count("50 prompts") == 2)

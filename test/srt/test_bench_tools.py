@@ -23,6 +23,7 @@ import profiling  # noqa: E402
 import records  # noqa: E402
 import shapes  # noqa: E402
 
+from child_signals import heed_signals  # noqa: E402
 from sglang_deepep_v2 import bench as bench_command  # noqa: E402
 
 
@@ -316,13 +317,12 @@ def test_an_ended_benchmark_leaves_no_worker(tmp_path, number):
         "8",
     ]
     command += ["--paths", "psum", "--out", str(tmp_path)]
-    # A test run in the background ignores SIGINT, and the child would inherit that.
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+        preexec_fn=heed_signals,
     )
     try:
         deadline = time.monotonic() + 30

@@ -96,21 +96,20 @@ def test_a_replaced_buffer_is_announced(caplog):
     assert "gives way" in caplog.text and "512" in caplog.text
 
 
-def test_r9_missing_gin_names_the_variable(monkeypatch):
+@pytest.mark.parametrize(
+    ("refusal", "raised", "told"),
+    [
+        ("NCCL GIN is unavailable", RuntimeError, "EP_DISABLE_GIN=1"),
+        ("NCCL_NET_PLUGIN: ORIGIN unknown", AssertionError, "^NCCL_NET_PLUGIN"),
+    ],
+    ids=["missing", "only spelt"],
+)
+def test_r9_missing_gin_names_the_variable(monkeypatch, refusal, raised, told):
     def refuse(self, group, **sizes):
-        raise AssertionError("NCCL GIN is unavailable")
+        raise AssertionError(refusal)
 
     monkeypatch.setattr(Recorded, "__init__", refuse)
-    with pytest.raises(RuntimeError, match="EP_DISABLE_GIN=1"):
-        DeepEPv2Buffer.get_buffer("group", **SIZES)
-
-
-def test_an_error_that_only_spells_gin_is_left_as_it_is(monkeypatch):
-    def refuse(self, group, **sizes):
-        raise AssertionError("NCCL_NET_PLUGIN: ORIGIN unknown")
-
-    monkeypatch.setattr(Recorded, "__init__", refuse)
-    with pytest.raises(AssertionError, match="^NCCL_NET_PLUGIN"):
+    with pytest.raises(raised, match=told):
         DeepEPv2Buffer.get_buffer("group", **SIZES)
 
 

@@ -28,8 +28,8 @@ def maybe_prebuild_deepep_v2_buffers(*, model: nn.Module, decode_cuda_graph_runn
     Every layer also decides and logs here how its prefill runs, and its psum GEMMs are compiled where start-up compiles
     any: in a first forward, peers would wait in combine for the rank that compiles, until DeepEP's timeout.
 
-    Nothing is built when the a2a backend is not deepep_v2,
-    when a decode graph was captured (its dispatches built the buffer), or when a buffer with this model's key exists.
+    Nothing is built when the a2a backend is not deepep_v2, when a decode graph was captured (its dispatches built the
+    buffer), or when a buffer with this model's key exists.
 
     Args:
         model: the loaded model; its ``FusedMoE`` layers own the dispatchers.
@@ -47,8 +47,8 @@ def maybe_prebuild_deepep_v2_buffers(*, model: nn.Module, decode_cuda_graph_runn
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.layers.moe.token_dispatcher.deepep_v2 import DeepEPv2Dispatcher
 
-    layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
-    layers = [layer for layer in layers if isinstance(layer.dispatcher, DeepEPv2Dispatcher)]
+    experts = (module for module in model.modules() if isinstance(module, FusedMoE))
+    layers = [layer for layer in experts if isinstance(layer.dispatcher, DeepEPv2Dispatcher)]
     if not layers:
         return
     first = layers[0].dispatcher

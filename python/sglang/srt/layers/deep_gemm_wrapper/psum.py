@@ -212,10 +212,10 @@ def _compile(kind: str, experts: int, n: int, k: int, row_counts: range) -> None
             deep_gemm.m_grouped_bf16_gemm_nt_contiguous(a[:count], b, out[:count], psum, use_psum_layout=True)
             continue
         # The scale's row stride depends on the row count, so it is laid out anew for each.
-        if not DEEPGEMM_SCALE_UE8M0:
-            a_scale = torch.empty_strided((count, -(-k // 128)), (1, -(-count // 4) * 4), dtype=torch.float32, **cuda)
-        else:
+        if DEEPGEMM_SCALE_UE8M0:
             a_scale = torch.zeros(-(-k // 512), -(-count // 4) * 4, dtype=torch.int32, **cuda).t()[:count]
+        else:
+            a_scale = torch.empty_strided((count, -(-k // 128)), (1, -(-count // 4) * 4), dtype=torch.float32, **cuda)
         deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
             (a[:count], a_scale), (b, b_scale), out[:count], psum, use_psum_layout=True
         )

@@ -141,12 +141,14 @@ class DeepGemmRunnerCore(upstream.DeepGemmRunnerCore):
 
     def _run_labels(self, runner_input, quant_info, expanded: ExpandedPrefill) -> torch.Tensor:
         """``[rows, hidden]`` bf16, weighted through the fp32 scale of the down projection's input."""
-        rows_in, m_indices = runner_input.hidden_states, runner_input.m_indices
+        rows_in, scale_in = runner_input.hidden_states, runner_input.hidden_states_scale
+        m_indices = runner_input.m_indices
         w13, w2 = quant_info.w13_weight, quant_info.w2_weight
         rows, device = rows_in.shape[0], rows_in.device
         gateup = torch.empty((rows, w13.shape[1]), device=device, dtype=torch.bfloat16)
-        self._labelled_gemm(rows_in, runner_input.hidden_states_scale, w13, quant_info.w13_scale, gateup, m_indices)
+        self._labelled_gemm(rows_in, scale_in, w13, quant_info.w13_scale, gateup, m_indices)
         _dispose(rows_in)
+        _dispose(scale_in)
         down_input, down_scale = self._activate_and_quantize(gateup)
         del gateup
         if expanded.row_weights is not None:

@@ -77,9 +77,7 @@ def _import_buffer_class(package: str) -> BufferClass:
     if name is None:
         version = getattr(module, "__version__", "unknown")
         text = f"{package} {version} has neither of {', '.join(_CLASS_NAMES)}; V2 needs >= 2.0"
-        # Named as if it were missing: installing is what fixes both.
-        error = ModuleNotFoundError(text, name=f"{package}.{_CLASS_NAMES[0]}")
-        return BufferClass(None, "deep_ep", error, package)
+        return BufferClass(None, "deep_ep", ImportError(text, name=package), package)
     cls = getattr(module, name)
     return BufferClass(_copying_ids(cls) if name == "EPBuffer" else cls, "deep_ep", None, package)
 
@@ -117,7 +115,8 @@ def require(found: BufferClass) -> type:
         fix = (
             f"pip install --force-reinstall --no-deps nvidia-nccl-cu13=={version}, the NCCL that {found.package} needs"
         )
-    elif isinstance(found.error, ModuleNotFoundError):
+    elif isinstance(found.error, ModuleNotFoundError) or getattr(found.error, "name", None) == found.package:
+        # Missing, or too old.
         fix = "pip install sgl-deep-ep==0.1.2.post1"
     else:
         fix = f"{found.package} is installed and refuses this host; CUDA_HOME must name a CUDA 13 toolkit with nvcc"
