@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import profiling
 import records
+import shapes
 
 LAYER_ORDER = (
     "sglang_nonexpanded",
@@ -42,16 +43,16 @@ COLOURS = {
     "mega MoE": "#9d755d",
     "other": "#d8b5a5",
 }
+PEER_COLOURS = {"sglang_expanded": "#4c78a8", "sglang_nonexpanded": "#f58518", "mega_moe": "#9d755d"}
+RATIO_MARKS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 
 
 def chosen_layer(rows: list[dict], ep: int) -> list[dict]:
     """The records of one shape at ``ep`` ranks: the one that the ratios are set for if present, else the last one."""
     rows = [r for r in rows if r["ep"] == ep]
     fields = ("hidden", "intermediate", "local_experts")
-    target = tuple(records.TARGET[f] for f in fields)
-    shapes = [tuple(r[f] for f in fields) for r in rows]
-    wanted = target if target in shapes else shapes[-1] if shapes else None
-    return [r for r, shape in zip(rows, shapes) if shape == wanted]
+    of_target = [r for r in rows if records.has_target_widths(r)]
+    return of_target or [r for r in rows if all(r[f] == rows[-1][f] for f in fields)]
 
 
 def stacks(profile: list[dict], tokens: int) -> dict[str, dict[str, float]]:
@@ -83,9 +84,9 @@ def waits(detail: list[dict], tokens: int) -> dict[str, float]:
 
 
 def speedups(layer: list[dict]) -> dict[tuple, dict[str, list[tuple[int, float]]]]:
-    """shape -> "slower / ours" -> [(tokens, ratio of medians)] in order of tokens."""
+    """shape -> "slower / ours" -> [(tokens, ratio of medians)] in order of tokens, each ratio from one run."""
     found: dict[tuple, dict[str, list[tuple[int, float]]]] = {}
-    for shape, by_tokens in records.groups(layer):
+    for shape, by_tokens in records.groups(records.newest_runs(layer)):
         series = found.setdefault(tuple(shape.values()), {})
         for name, tokens, ratio, _ in records.ratio_rows(shape, by_tokens):
             series.setdefault(name, []).append((tokens, ratio))
@@ -124,32 +125,46 @@ def draw_stacks(plt, profile: list[dict], detail: list[dict], tokens: int, file:
 
 
 def draw_speedups(plt, layer: list[dict], file: Path) -> bool:
-    """Ratios of medians over tokens, one panel a shape; one size alone is no curve."""
+    """Ratios of medians over tokens, one panel a shape on common axes; one size alone is no curve."""
     found = {shape: series for shape, series in speedups(layer).items() if any(len(p) > 1 for p in series.values())}
     if not found:
         return False
-    shapes = list(found)
-    columns = min(3, len(shapes))
-    rows = -(-len(shapes) // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(5.2 * columns, 3.8 * rows), squeeze=False)
-    for axes in grid.flat[len(shapes) :]:
+    columns = min(3, len(found))
+    rows = -(-len(found) // columns)
+    size = (5.2 * columns, 3.8 * rows)
+    figure, grid = plt.subplots(rows, columns, figsize=size, squeeze=False, sharex=True, sharey=True)
+    for axes in grid.flat[len(found) :]:
         axes.axis("off")
-    for axes, shape in zip(grid.flat, shapes):
-        for name, points in found[shape].items():
-            points.sort()
-            axes.plot(*zip(*points), marker="o", markersize=3, label=name)
-        axes.axhline(1.0, color="#888888", linewidth=0.8)
+    for axes, (values, series) in zip(grid.flat, found.items()):
+        shape = dict(zip(records.SHAPE_FIELDS, values))
+        for name, points in series.items():
+            slower, ours = name.split(" / ")
+            axes.plot(
+                *zip(*sorted(points)),
+                marker="o",
+                markersize=3,
+                color=PEER_COLOURS[slower],
+                linestyle="--" if ours == "psum_sync_free" else "-",
+                label=name,
+            )
+        axes.axhline(1.0, color="black", linewidth=0.8)
         axes.set_xscale("log", base=2)
-        ticks = sorted({tokens for points in found[shape].values() for tokens, _ in points})
-        axes.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=7, rotation=45)
-        axes.minorticks_off()
-        ep, hidden, intermediate, local_experts, topk, gpu = shape
-        axes.set_title(
-            f"{gpu}, EP{ep}: H {hidden}, I {intermediate}, {local_experts} local experts, top-{topk}", fontsize=8
-        )
-        axes.set_xlabel("tokens per rank", fontsize=8)
-        axes.set_ylabel("speed-up", fontsize=8)
-    lines, names = grid.flat[0].get_legend_handles_labels()
+        axes.set_yscale("log", base=2)
+        axes.grid(alpha=0.3)
+        name = shapes.name_of(shape) or f"hidden {shape['hidden']}, intermediate {shape['intermediate']}"
+        named = "the table's layer" if records.has_target_widths(shape) else f"widths of {name}"
+        axes.tick_params(labelbottom=True, labelleft=True)
+        axes.set_title(f"EP{shape['ep']}, {named}, {shape['local_experts']} local experts", fontsize=9)
+    ratios = [ratio for series in found.values() for points in series.values() for _, ratio in points]
+    marks = [mark for mark in RATIO_MARKS if min(ratios) / 1.2 <= mark <= max(ratios) * 1.2]
+    ticks = sorted({tokens for series in found.values() for points in series.values() for tokens, _ in points})
+    axes = grid.flat[0]
+    axes.set_yticks(marks, [f"{mark:g}" for mark in marks])
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    figure.supxlabel("tokens per rank", fontsize=9)
+    figure.supylabel("time over ours (log scale)", fontsize=9)
+    lines, names = axes.get_legend_handles_labels()
     figure.legend(lines, names, fontsize=8, ncol=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     _save(plt, figure, file)
     return True

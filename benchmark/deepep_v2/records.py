@@ -9,7 +9,8 @@ rank); ``gpu`` the device's name; ``versions`` package -> version; ``commit``; `
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 PATHS = (
@@ -44,6 +45,8 @@ TARGET = {"hidden": 6144, "intermediate": 2048, "local_experts": 16, "topk": 8}
 KEY_FIELDS = ("path", "tokens", "ep", "hidden", "intermediate", "local_experts", "topk", "gpu")
 SHAPE_FIELDS = ("ep", "hidden", "intermediate", "local_experts", "topk", "gpu")
 REGRESSION_LIMIT = 1.15
+# Records of one run and size that lie further apart belong to two runs.
+PAUSE_S = 60.0
 
 # (slower path, ours) -> ep -> tokens -> least ratio to reach on H200 at ``is_target_shape``.
 RATIOS: dict[tuple[str, str], dict[int, dict[int, float]]] = {
@@ -134,6 +137,41 @@ def groups(records: Iterable[dict]) -> Iterator[tuple[dict, dict[int, dict[str, 
         shapes.setdefault(shape, {}).setdefault(record["tokens"], {})[record["path"]] = record
     for shape, by_tokens in shapes.items():
         yield dict(zip(SHAPE_FIELDS, shape)), {tokens: by_tokens[tokens] for tokens in sorted(by_tokens)}
+
+
+def runs(rows: Iterable[dict], size: Callable[[dict], tuple], key: Callable[[dict], object]) -> list[list[list[dict]]]:
+    """Of each size its runs, in file order: a key that comes again, or a pause, starts the next one.
+
+    Records carry a date or not; those of one run of one size are written within a moment.
+    """
+    found: dict[tuple, list[dict]] = {}
+    for row in rows:
+        of_size = found.setdefault(size(row), [{}])
+        last = next(reversed(of_size[-1].values()), None)
+        if key(row) in of_size[-1] or (last and "date" in row and _pause(last["date"], row["date"])):
+            of_size.append({})
+        of_size[-1][key(row)] = row
+    return [[list(run.values()) for run in of_size] for of_size in found.values()]
+
+
+def _pause(earlier: str, later: str) -> bool:
+    return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds() > PAUSE_S
+
+
+def newest_runs(rows: list[dict]) -> list[dict]:
+    """Of each shape and number of tokens, one run: the last that has a peer of plain SGLang, else the last."""
+    chosen = []
+    fields = (*SHAPE_FIELDS, "tokens")
+    for of_size in runs(rows, lambda row: tuple(row[f] for f in fields), lambda row: row["path"]):
+        with_peer = [run for run in of_size if any(row["path"].startswith("sglang_") for row in run)]
+        chosen += (with_peer or of_size)[-1]
+    return chosen
+
+
+def last_runs(rows: list[dict], size: tuple[str, ...], key: tuple[str, ...]) -> list[dict]:
+    """Of each size, the last run."""
+    found = runs(rows, lambda row: tuple(row.get(f) for f in size), lambda row: tuple(row[f] for f in key))
+    return [row for of_size in found for row in of_size[-1]]
 
 
 def is_target_shape(shape: dict) -> bool:

@@ -126,3 +126,21 @@ def accuracy(data: seed_claims.Data) -> str:
     return "\n\n".join(
         f"EP{ep}, {date[:16].replace('T', ' ')} UTC:\n\n{markdown(rows)}" for (ep, date), rows in runs.items()
     )
+
+
+def answers(data: seed_claims.Data) -> str:
+    """Accuracy in short: a row each path, of every run the share answered right, of the newest also prefill's own."""
+    if not data.accuracy:
+        return missing("python3 benchmark/deepep_v2/accuracy/eval_paths.py --model DIR/fp8")
+    runs: dict[tuple, dict[str, dict]] = {}
+    for row in data.accuracy:
+        runs.setdefault((row["ep"], row["date"]), {})[row["path"]] = row
+    newest = list(runs.values())[-1]
+    heads = [f"EP{ep}, {date[:16].replace('T', ' ')}" for ep, date in runs]
+    rows = [["path", *heads, "the last by prefill alone"]]
+    for path in dict.fromkeys(row["path"] for row in data.accuracy):
+        of_path = [run.get(path) for run in runs.values()]
+        cells = [f"{row['correct']} of {row['total']}" if row else "-" for row in of_path]
+        prefill = newest.get(path, {}).get("correct_prefill")
+        rows.append([f"`{path}`", *cells, "-" if prefill is None else f"{prefill} of {newest[path]['total']}"])
+    return markdown(rows)

@@ -40,6 +40,12 @@ def named(name: str, local_experts: int) -> Shape:
     return Shape(hidden, intermediate, local_experts, topk)
 
 
+def name_of(record: dict) -> str | None:
+    """The name in ``WIDTHS`` of a record's ``hidden``, ``intermediate`` and ``topk``, or None."""
+    widths = tuple(record[field] for field in ("hidden", "intermediate", "topk"))
+    return next((name for name, known in WIDTHS.items() if known == widths), None)
+
+
 def write_model_config(folder: Path) -> Path:
     """A small FP8 Qwen3-MoE config.json, for SGLang to resolve its arguments from; the layer's shape is set apart."""
     folder.mkdir(parents=True, exist_ok=True)

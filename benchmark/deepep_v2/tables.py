@@ -1,7 +1,7 @@
 """The tables of the documentation, from the benchmarks' records: prints them, or writes them between their markers.
 
     python3 benchmark/deepep_v2/tables.py            # print every table
-    python3 benchmark/deepep_v2/tables.py --write    # put each between its markers in README.md and docs/deepep_v2.md
+    python3 benchmark/deepep_v2/tables.py --write    # put each between its markers in README.md and docs/*.md
     python3 benchmark/deepep_v2/tables.py --check    # exit 1 when the pages' tables are not those of the records
 
 A marked block is ``<!-- table:NAME -->`` ... ``<!-- /table:NAME -->``, each on a line of its own. Numbers of one row or
@@ -14,8 +14,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable
-from datetime import datetime
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -23,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import records
 import seed_claims
 import shapes
-from server_tables import accuracy, agreement, server, server_profile
+from server_tables import accuracy, agreement, answers, server, server_profile
 from table_format import markdown, missing, span
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "deepep_v2.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "deepep_v2.md", ROOT / "docs" / "measurements.md")
 MARKED = re.compile(r"(<!-- table:(\w+) -->\n)(.*?)(<!-- /table:\2 -->)", re.S)
 
 # What the patch does now, per measurement of bench_variants.py; the other variants are held against it.
@@ -45,50 +44,13 @@ KEPT = {
 }
 OUR_PATHS = ("psum", "psum_sync_free")
 SIZES = (512, 2304, 8192)
-# Records of one run and size that lie further apart belong to two runs.
-PAUSE_S = 60.0
-
-
-def runs(rows: Iterable[dict], size: Callable[[dict], tuple], key: Callable[[dict], object]) -> list[list[list[dict]]]:
-    """Of each size its runs, in file order: a key that comes again, or a pause, starts the next one.
-
-    Records carry a date or not; those of one run of one size are written within a moment.
-    """
-    found: dict[tuple, list[dict]] = {}
-    for row in rows:
-        of_size = found.setdefault(size(row), [{}])
-        last = next(reversed(of_size[-1].values()), None)
-        if key(row) in of_size[-1] or (last and "date" in row and _pause(last["date"], row["date"])):
-            of_size.append({})
-        of_size[-1][key(row)] = row
-    return [[list(run.values()) for run in of_size] for of_size in found.values()]
-
-
-def _pause(earlier: str, later: str) -> bool:
-    return (datetime.fromisoformat(later) - datetime.fromisoformat(earlier)).total_seconds() > PAUSE_S
-
-
-def newest_runs(rows: list[dict]) -> list[dict]:
-    """Of each shape and number of tokens, one run: the last that has a peer of plain SGLang, else the last."""
-    chosen = []
-    fields = (*records.SHAPE_FIELDS, "tokens")
-    for of_size in runs(rows, lambda row: tuple(row[f] for f in fields), lambda row: row["path"]):
-        with_peer = [run for run in of_size if any(row["path"].startswith("sglang_") for row in run)]
-        chosen += (with_peer or of_size)[-1]
-    return chosen
-
-
-def last_runs(rows: list[dict], size: tuple[str, ...], key: tuple[str, ...]) -> list[dict]:
-    """Of each size, the last run."""
-    found = runs(rows, lambda row: tuple(row.get(f) for f in size), lambda row: tuple(row[f] for f in key))
-    return [row for of_size in found for row in of_size[-1]]
 
 
 def run_ratios(data: seed_claims.Data) -> dict[tuple, dict]:
     """Of every run of the target shape, (ep, date, commit): rounds of each size, sglang_expanded over each of ours."""
     of_target = [row for row in data.layer_runs if records.has_target_widths(row)]
     ratios: dict[tuple, dict] = {}
-    for of_size in runs(of_target, lambda row: (row["ep"], row["tokens"]), lambda row: row["path"]):
+    for of_size in records.runs(of_target, lambda row: (row["ep"], row["tokens"]), lambda row: row["path"]):
         for run in of_size:
             by_path = {row["path"]: row for row in run}
             theirs, ours = by_path.get("sglang_expanded"), [by_path[path] for path in OUR_PATHS if path in by_path]
@@ -166,12 +128,27 @@ def layer(data: seed_claims.Data) -> str:
     return "\n\n".join(blocks) or missing("sglang-deepep-v2 bench")
 
 
+def ratios(data: seed_claims.Data) -> str:
+    """The ratios of ``layer`` alone: a row each pair of paths and number of ranks."""
+    found, sizes = {}, set()
+    for shape, by_tokens in _target_groups(data.layer):
+        for name, tokens, ratio, _ in records.ratio_rows(shape, by_tokens):
+            found.setdefault((shape["ep"], *name.split(" / ")), {})[tokens] = ratio
+            sizes.add(tokens)
+    if not found:
+        return missing("sglang-deepep-v2 bench")
+    rows = [["EP", "peer", "over", *(f"{tokens} tokens" for tokens in sorted(sizes))]]
+    for (ep, peer, ours), of_pair in sorted(found.items(), key=lambda item: item[0][0]):
+        cells = [f"{of_pair[tokens]:.2f}" if tokens in of_pair else "-" for tokens in sorted(sizes)]
+        rows.append([str(ep), f"`{peer}`", f"`{ours}`", *cells])
+    return markdown(rows, left=3)
+
+
 def other_shapes(data: seed_claims.Data) -> str:
-    known = {widths: name for name, widths in shapes.WIDTHS.items()}
     slower = ("sglang_expanded", "sglang_nonexpanded", "mega_moe")
     found, sizes = {}, set()
     for shape, by_tokens in records.groups(data.layer):
-        name = known.get((shape["hidden"], shape["intermediate"], shape["topk"]))
+        name = shapes.name_of(shape)
         if name in (None, "seed"):
             continue
         for tokens, by_path in by_tokens.items():
@@ -297,6 +274,7 @@ TABLES: dict[str, Callable[[seed_claims.Data], str]] = {
     "headline": headline,
     "environment": environment,
     "layer": layer,
+    "ratios": ratios,
     "other_shapes": other_shapes,
     "detail": detail,
     "activation": activation,
@@ -305,6 +283,7 @@ TABLES: dict[str, Callable[[seed_claims.Data], str]] = {
     "server_profile": server_profile,
     "agreement": agreement,
     "accuracy": accuracy,
+    "answers": answers,
     "variants": variants,
     "seed": lambda data: markdown(seed_claims.rows(data), left=4),
 }
@@ -329,17 +308,17 @@ def load(results: Path) -> seed_claims.Data:
     inspected = [row for row in read["detail"] if row["busy_us"] is not None and records.has_target_widths(row)]
     of_target = [row for row in read["variants"] if row["hidden"] == records.TARGET["hidden"]]
     return seed_claims.Data(
-        layer=newest_runs(read["layer"]),
+        layer=records.newest_runs(read["layer"]),
         layer_runs=read["layer"],
-        detail=newest_runs(inspected),
+        detail=records.newest_runs(inspected),
         profile=read["profile"],
         activation=read["activation"],
-        server=last_runs(read["server"], ("model", "ep", "prompt_len"), ("path",)),
-        server_profile=last_runs(read["server_profile"], ("model", "ep", "prompt_len"), ("path",)),
+        server=records.last_runs(read["server"], ("model", "ep", "prompt_len"), ("path",)),
+        server_profile=records.last_runs(read["server_profile"], ("model", "ep", "prompt_len"), ("path",)),
         # Each run serves a model of its own training.
         accuracy=read["accuracy"],
-        agreement=last_runs(read["agreement"], ("model", "ep", "server_args"), ("path",)),
-        variants=last_runs(of_target, ("name", "ep", "tokens", "local_experts"), ("variant",)),
+        agreement=records.last_runs(read["agreement"], ("model", "ep", "server_args"), ("path",)),
+        variants=records.last_runs(of_target, ("name", "ep", "tokens", "local_experts"), ("variant",)),
     )
 
 

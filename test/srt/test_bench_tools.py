@@ -236,6 +236,11 @@ def test_speedups_follow_tokens(results):
 
     [series] = plot.speedups(records.read(results / "layer.jsonl")).values()
     assert series["sglang_expanded / psum"] == [(512, 1500 / 1300), (2304, 1500 / 1300)]
+    # A later run without a peer makes no ratio with the earlier run's.
+    rows = records.read(results / "layer.jsonl")
+    alone = next(row for row in reversed(rows) if row["path"] == "psum") | {"us_median": 100.0}
+    [series] = plot.speedups([*rows, alone]).values()
+    assert series["sglang_expanded / psum"] == [(512, 1500 / 1300), (2304, 1500 / 1300)]
 
 
 @pytest.fixture
