@@ -46,6 +46,7 @@ def test_the_examples_in_the_help_are_command_lines_of_this_command(name: str):
         COMMANDS[name].make_context(name, words)
 
 
+@pytest.mark.loader
 def test_status_agrees_with_this_environment():
     done = python("from sglang_deepep_v2.cli import app; app()", "status", "--json")
     report = json.loads(done.stdout)

@@ -209,6 +209,7 @@ def identity_facts(rank, world, fp8):
         return [torch.equal(forward(ours, batch, extend), forward(theirs, batch, extend)) for extend in (True, False)]
 
 
+@pytest.mark.loader
 @pytest.mark.parametrize("experts", ["fp8", "bf16"])
 def test_nonexpanded_and_decode_are_bitwise_sglangs(experts):
     for rank in run_ranks(2, identity_facts, experts == "fp8", env=ENVIRONMENT):

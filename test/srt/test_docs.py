@@ -228,6 +228,7 @@ def test_symptoms_are_texts_that_something_prints():
     assert checked >= 10
 
 
+@pytest.mark.loader
 @pytest.mark.slow
 def test_shell_blocks_run():
     parts = re.split(r"^```(bash|output)\n(.*?)^```$", TEXT, flags=re.M | re.S)

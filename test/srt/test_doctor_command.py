@@ -350,6 +350,7 @@ def run_doctor(*words, **env):
     return {f["check"]: f for f in report["findings"]}
 
 
+@pytest.mark.loader
 def test_command_on_this_machine(tmp_path):
     """End to end on whatever machine this is, with a launch command whose budget does not fit."""
     command = f"python -m sglang.launch_server --model-path {write_config(tmp_path)} --moe-a2a-backend deepep_v2"

@@ -73,6 +73,7 @@ def test_override_restores(monkeypatch):
     assert envs.SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND.get() is True
 
 
+@pytest.mark.loader
 def test_everything_else_is_as_sglang_declares_it(plain_environ):
     theirs = declared(plain_environ.Envs)
     ours = declared(Envs)

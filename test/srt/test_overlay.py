@@ -15,6 +15,8 @@ import pytest
 
 from sglang_deepep_v2 import overlay
 
+pytestmark = pytest.mark.loader
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python/sglang_deepep_v2"
 VERSION = "7.1"

@@ -13,6 +13,8 @@ from sglang_deepep_v2.ab.checkpoints import CheckpointSpec, ensure_checkpoint
 from sglang_deepep_v2.ab.paths import PATHS
 from sglang_deepep_v2.ab.servers import Fleet, ServeSettings
 
+pytestmark = pytest.mark.loader
+
 # Runs at each interpreter's start; writes the files of the overlaid modules whenever that set grows.
 REPORTER = """
     import json, os, sys, threading, time

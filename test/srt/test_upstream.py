@@ -17,6 +17,8 @@ from sglang_deepep_v2.cli import app
 from sglang_deepep_v2.source_merge import MergeError, merge, without_kind
 from sglang_deepep_v2.upstream import CONCERNS
 
+pytestmark = pytest.mark.loader
+
 TESTS = Path(__file__).parent
 RULES = ("--isolated", "--select=F,I,E4,E7,E9", "--config", 'lint.isort.known-first-party=["sglang"]')
 NAME = "sglang.srt.part"
