@@ -16,7 +16,6 @@ The last is a dry run on a machine without a GPU. Under ``--out``: ``layer.jsonl
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import statistics
 import subprocess
@@ -33,6 +32,7 @@ import records
 import shapes
 
 from sglang_deepep_v2.ab.servers import free_port, interrupt_on_sigterm
+from sglang_deepep_v2.provenance import commit, now
 
 HERE = Path(__file__).resolve().parent
 UPSTREAM_PATHS = (
@@ -205,7 +205,7 @@ class Bench:
                 self.sides.pop(name).stop()
         if not self.sides:
             raise SystemExit("no side started")
-        self.meta["commit"] = self.args.commit or _commit()
+        self.meta["commit"] = commit()
         print(
             f"{self.meta['gpu']}, ep {self.args.ep}, commit {self.meta['commit']}, {self.meta['versions']}", flush=True
         )
@@ -321,7 +321,7 @@ class Bench:
                 "gpu": self.meta["gpu"],
                 "versions": self.meta["versions"],
                 "commit": self.meta["commit"],
-                "date": _now(),
+                "date": now(),
             }
             fresh.append(records.validate(record))
         self.new += fresh
@@ -363,7 +363,7 @@ class Bench:
                 **{name: found.get(name) for name in ("host_us", "launches", "between", "error", "bitwise")},
                 "gpu": self.meta["gpu"],
                 "commit": self.meta["commit"],
-                "date": _now(),
+                "date": now(),
             }
             if not found:
                 rows.append([path, f"{median:.1f}", f"{min(measured):.1f}", f"{max(measured):.1f}", *["-"] * 7])
@@ -423,7 +423,7 @@ class Bench:
             flush=True,
         )
         layer = {f: getattr(shape, f) for f in ("hidden", "intermediate", "local_experts")}
-        meta = {"gpu": self.meta["gpu"], "commit": self.meta["commit"], "date": _now()}
+        meta = {"gpu": self.meta["gpu"], "commit": self.meta["commit"], "date": now()}
         records.append(self.out / "activation.jsonl", [{"tokens": tokens, **layer, **found, "share": share, **meta}])
 
     def _host_profile(self, path: str, tokens: int) -> None:
@@ -432,18 +432,6 @@ class Bench:
         folder = self.out / "host"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{path}_{tokens}.txt").write_text(text)
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def _commit() -> str:
-    try:
-        command = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("SGLANG_DEEPEP_V2_COMMIT", "unknown")
 
 
 def _describe(shape: dict) -> str:
@@ -473,7 +461,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--out", default=str(HERE / "results"))
     parser.add_argument("--time-budget", type=float, default=1800, help="seconds; a clean stop after them")
-    parser.add_argument("--commit", default="", help="recorded where this checkout has no git history")
     parser.add_argument("--no-host-profile", action="store_true")
     parser.add_argument("--no-inspect", action="store_true", help="times only: no profile, error, host time")
     return parser.parse_args(arguments)

@@ -12,7 +12,6 @@ best round into the exit code: other work on the machine slows rounds down, none
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import socket
@@ -28,6 +27,7 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
 
 from sglang_deepep_v2.cpu_reference.elastic_buffer import ReferenceElasticBuffer  # noqa: E402
+from sglang_deepep_v2.provenance import now  # noqa: E402
 
 
 def run_rank(rank: int, args: argparse.Namespace, port: int, times) -> None:
@@ -118,7 +118,7 @@ def main() -> int:
             "best_s": min(total),
             "cores": os.cpu_count(),
             "torch": torch.__version__,
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "date": now(),
         }
         with args.out.open("a") as file:
             file.write(json.dumps(record) + "\n")

@@ -22,6 +22,8 @@ import bench_layer
 import records
 import shapes
 
+from sglang_deepep_v2.provenance import commit, now
+
 NAMES = (
     "multiple_reduction",
     "combine_bias",
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         side = bench_layer.Side("patch", args, folder)
         try:
             meta = side.ask("start", 300, max_tokens=max(args.tokens))[0]
-            meta = {"gpu": meta["gpu"], "commit": args.commit or bench_layer._commit(), "versions": meta["versions"]}
+            meta = {"gpu": meta["gpu"], "commit": commit(), "versions": meta["versions"]}
             fields = ("hidden", "intermediate", "local_experts", "topk")
             side.ask("shape", **{field: getattr(shape, field) for field in fields})
             side.ask("copy_bandwidth", megabytes=1024 if args.device == "cuda" else 8)
@@ -71,9 +73,7 @@ def run(args: argparse.Namespace) -> int:
                         f"\n== {name}, {shape.label}, {tokens} tokens per rank, ep {args.ep}\n{table(rows)}", flush=True
                     )
                     base = {"name": name, "tokens": tokens, "ep": args.ep, **{f: getattr(shape, f) for f in fields}}
-                    records.append(
-                        args.out / "variants.jsonl", [base | row | meta | {"date": bench_layer._now()} for row in rows]
-                    )
+                    records.append(args.out / "variants.jsonl", [base | row | meta | {"date": now()} for row in rows])
                     done += 1
         finally:
             side.stop()
@@ -111,7 +111,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=bench_layer.HERE / "results")
     parser.add_argument("--time-budget", type=float, default=600)
-    parser.add_argument("--commit", default="")
     return parser.parse_args(arguments)
 
 

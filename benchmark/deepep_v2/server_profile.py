@@ -12,7 +12,6 @@ part of it in which a kernel ran, ``moe_share_wall`` all spans over the time fro
 from __future__ import annotations
 
 import argparse
-import datetime
 import gzip
 import json
 import math
@@ -20,7 +19,6 @@ import os
 import random
 import re
 import shlex
-import subprocess
 import sys
 import time
 import urllib.request
@@ -36,6 +34,7 @@ from profiling import category, is_gemm, short_name
 from sglang_deepep_v2.ab import servers
 from sglang_deepep_v2.ab.checkpoints import REALISTIC, ensure_checkpoint
 from sglang_deepep_v2.ab.paths import PATHS, select_paths
+from sglang_deepep_v2.provenance import commit, now
 
 HERE = Path(__file__).resolve().parent
 DEFAULT_PATHS = ("sglang_nonexpanded", "sglang_expanded", "psum", "psum_sync_free")
@@ -187,8 +186,7 @@ def profile(name: str, server: servers.Server, args: argparse.Namespace) -> dict
     except ValueError as error:
         raise ValueError(f"{error}; trace {profile_id} in {folder}") from error
     record = {"path": name, "model": args.model.name, "prompt_len": args.prompt_len, "ep": args.tp, **measured}
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return records.validate(record | {"gpu": gpu, "commit": _commit(), "date": date}, FIELDS)
+    return records.validate(record | {"gpu": gpu, "commit": commit(), "date": now()}, FIELDS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -233,13 +231,6 @@ def table(found: list[dict]) -> str:
         times = (str(r["layers_seen"]), f"{r['moe_span_us']:.1f}", f"{r['moe_busy_us']:.1f}")
         rows.append([r["path"], *times, *(f"{100 * r[share]:.1f}" for share in shares)])
     return records.align(rows)
-
-
-def _commit() -> str:
-    if known := os.environ.get("SGLANG_DEEPEP_V2_COMMIT"):
-        return known
-    # A copy on a GPU machine has no history, and may have no git.
-    return subprocess.getoutput(f"git -C {shlex.quote(str(HERE))} rev-parse --short HEAD 2>/dev/null || echo unknown")
 
 
 def resolve_model(model: str) -> tuple[Path, int]:

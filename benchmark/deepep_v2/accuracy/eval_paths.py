@@ -30,7 +30,6 @@ import problems
 import records
 
 from sglang_deepep_v2.ab.paths import PATHS
-from sglang_deepep_v2.ab.provenance import stamp
 from sglang_deepep_v2.ab.servers import (
     Fleet,
     Server,
@@ -39,6 +38,7 @@ from sglang_deepep_v2.ab.servers import (
     interrupt_on_sigterm,
     read_prefill_lines,
 )
+from sglang_deepep_v2.provenance import stamp
 
 HERE = Path(__file__).resolve().parent
 FIELDS = (

@@ -18,11 +18,11 @@ from sglang_deepep_v2.ab.accuracy import EvalSettings, check_data, evaluate_gsm8
 from sglang_deepep_v2.ab.compare import compare_probes
 from sglang_deepep_v2.ab.paths import PATHS, ServePath, select_paths
 from sglang_deepep_v2.ab.probe import longest_prompt, make_prompts
-from sglang_deepep_v2.ab.provenance import stamp
 from sglang_deepep_v2.ab.reference import supports
 from sglang_deepep_v2.ab.servers import Fleet, Server, ServerFailed, ServeSettings, interrupt_on_sigterm
 from sglang_deepep_v2.ab.session import REFERENCE, Job, Kept, run_all
 from sglang_deepep_v2.ab.throughput import ThroughputPlan, measure_throughput, summarize
+from sglang_deepep_v2.provenance import stamp
 
 if TYPE_CHECKING:
     from sglang_deepep_v2.ab.checkpoints import CheckpointSpec

@@ -21,7 +21,25 @@ _DISTRIBUTIONS = {
 
 def stamp() -> dict:
     """``gpu``, ``versions`` (package -> version), ``commit`` of this checkout and ``date`` (UTC, seconds)."""
-    return {**_machine(), "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+    return {**_machine(), "date": now()}
+
+
+def now() -> str:
+    """The time of a record: UTC, ISO 8601, whole seconds."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def commit() -> str:
+    """Short hash of this checkout, or ``BENCH_COMMIT`` where it is set; ``unknown`` without either."""
+    # A copy of the tree may carry another commit's history, or none.
+    if named := os.environ.get("BENCH_COMMIT"):
+        return named
+    here = str(Path(__file__).resolve().parent)
+    try:
+        command = ["git", "-C", here, "rev-parse", "--short", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 @cache
@@ -35,16 +53,4 @@ def _machine() -> dict:
     if torch.cuda.is_available():
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
-    return {"gpu": gpu, "versions": versions | {"torch": torch.__version__}, "commit": _commit()}
-
-
-def _commit() -> str:
-    # A copy of the tree may carry another commit's history, or none.
-    if named := os.environ.get("SGLANG_DEEPEP_V2_COMMIT"):
-        return named
-    here = str(Path(__file__).resolve().parent)
-    try:
-        command = ["git", "-C", here, "rev-parse", "--short", "HEAD"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    return {"gpu": gpu, "versions": versions | {"torch": torch.__version__}, "commit": commit()}
