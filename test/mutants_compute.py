@@ -186,15 +186,15 @@ COMPUTE = (
     (
         "sync-free limit ignored",
         SYNC_FREE,
-        "if needed > limit:",
+        "if limit is not None and needed > limit:",
         "if False:",
         (SYNC_FREE_TESTS + "test_a_limit_that_is_too_small_is_an_error",),
     ),
     (
         "sync-free prefill takes all free memory",
         SYNC_FREE,
-        "if needed > allowed:",
-        "if needed > _free_bytes:",
+        "int(free * DEFAULT_FREE_MEMORY_SHARE)",
+        "int(free)",
         (SYNC_FREE_TESTS + "test_without_a_limit_a_share_of_the_free_memory_counts",),
     ),
     (
@@ -214,16 +214,16 @@ COMPUTE = (
     (
         "sync-free decided anew by every layer",
         SYNC_FREE,
-        "if _free_bytes is None:",
-        "if True:",
+        "@cache\n",
+        "",
         (SYNC_FREE_TESTS + "test_without_a_limit_a_share_of_the_free_memory_counts",),
     ),
     (
-        "sync-free decided by each rank's own free memory",
+        "sync-free decided by each rank alone",
         SYNC_FREE,
         "if dist.get_world_size(group) > 1:",
         "if False:",
-        (SYNC_FREE_TESTS + "test_every_rank_decides_by_the_rank_with_least_memory",),
+        (SYNC_FREE_TESTS + "test_every_rank_decides_by_the_rank_that_allows_least",),
     ),
     (
         "strided psum accepted",

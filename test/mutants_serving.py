@@ -189,14 +189,14 @@ SERVING = (
     (
         "hidden size that combine cannot move accepted",
         DISPATCHER,
-        "if self.hidden_size % _HIDDEN_MULTIPLE:",
+        "if self.hidden_size % HIDDEN_MULTIPLE:",
         "if False:",
         (CONTRACT_TESTS + "test_r5_sizes_that_deepep_cannot_take",),
     ),
     (
         "top-k over DeepEP's limit accepted",
         DISPATCHER,
-        "if self.router_topk > _MAX_TOPK:",
+        "if self.router_topk > MAX_TOPK:",
         "if False:",
         (CONTRACT_TESTS + "test_r5_sizes_that_deepep_cannot_take",),
     ),

@@ -121,14 +121,14 @@ STARTUP = (
     (
         "hidden size of the config unchecked",
         HOOK,
-        "if hidden_size and hidden_size % _HIDDEN_MULTIPLE:",
+        "if hidden_size and hidden_size % HIDDEN_MULTIPLE:",
         "if False:",
         (BUDGET_TESTS + "test_r5_shapes_that_deepep_asserts_without_naming",),
     ),
     (
         "top-k of the config unchecked",
         HOOK,
-        "if topk and topk > _MAX_TOPK:",
+        "if topk and topk > MAX_TOPK:",
         "if False:",
         (BUDGET_TESTS + "test_r5_shapes_that_deepep_asserts_without_naming",),
     ),
@@ -152,6 +152,13 @@ STARTUP = (
         "    for layer in layers:\n        layer.dispatcher.settle_prefill()",
         "    for layer in layers[:1]:\n        layer.dispatcher.settle_prefill()",
         (PREBUILD_TESTS + "test_r11_builds_once_for_all_layers",),
+    ),
+    (
+        "decode role readies a prefill that it never runs",
+        PREBUILD,
+        'if get_disagg().disaggregation_mode == "decode":',
+        "if False:",
+        (PREBUILD_TESTS + "test_decode_role_builds_the_buffer_and_nothing_for_prefill",),
     ),
     (
         "psum GEMMs compiled by the first request",

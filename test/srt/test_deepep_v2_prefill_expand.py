@@ -368,7 +368,7 @@ def pipeline_facts(rank, world):
         with variables(**environment):
             layer = build_layer(shape, weights, rank)
             try:
-                layer.dispatcher.prebuild()
+                layer.dispatcher.settle_prefill()
             except ValueError as error:
                 return str(error)
         return " | ".join(line for line in lines if "prefill" in line)

@@ -248,24 +248,53 @@ def test_r11_prebuild_takes_the_buffer_off_the_first_request():
 def jit_facts(rank, world, cache):
     import os
 
-    def files():
-        return {os.path.join(folder, name) for folder, _, names in os.walk(cache) for name in names}
+    import sglang.srt.model_executor.moe_ep_setup as setup
+
+    def kernels():
+        """DeepGEMM's: one folder each, with its binary in it once it is compiled."""
+        return {os.path.basename(folder) for folder, _, names in os.walk(cache) if "kernel.cubin" in names}
 
     layer = build_layer(SHAPE, Weights.make(SHAPE, True), rank)
-    layer.dispatcher.prebuild()
-    forward(layer, Batch.make(SHAPE, 4, 0))
+    setup.maybe_prebuild_deepep_v2_buffers(model=torch.nn.ModuleList([layer]))
     torch.cuda.synchronize()
-    warm = files()
-    for tokens in (1, 60, 128):
+    compiled = kernels()
+    for tokens in (4, 1, 60, 128, 512):
         forward(layer, Batch.make(SHAPE, tokens, tokens))
     torch.cuda.synchronize()
-    return len(warm), sorted(files() - warm)
+    return len(compiled), sorted(kernels() - compiled)
 
 
-def test_first_prefill_compiles_nothing_after_the_start_up_request(tmp_path):
+def test_start_up_compiles_every_gemm_that_a_prefill_runs(tmp_path):
     environment = dict(SGLANG_JIT_DEEPGEMM_PRECOMPILE="1", SGLANG_DG_CACHE_DIR=str(tmp_path))
-    [(warm, added)] = run_ranks(1, jit_facts, str(tmp_path), env=environment, timeout_s=500)
-    assert warm > 0 and not added, added
+    [(compiled, added)] = run_ranks(1, jit_facts, str(tmp_path), env=environment, timeout_s=500)
+    print(f"start-up compiled {compiled} kernels")
+    assert compiled > 0 and not added, added
+
+
+def memory_facts(rank, world, fp8):
+    from sglang.srt.layers.moe.token_dispatcher import sync_free
+
+    with variables(**PATHS["psum_sync_free"]):
+        layer = build_layer(SHAPE, Weights.make(SHAPE, fp8), rank)
+        batch = Batch.make(SHAPE, TOKENS, 5)
+        forward(layer, batch)
+    capacity = layer.dispatcher.num_max_dispatch_tokens_per_rank
+    rows = sync_free.capacity_rows(world, capacity, SHAPE.topk, SHAPE.experts // world, 128)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    output = forward(layer, batch)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    return peak, sync_free.layer_bytes(rows, SHAPE.hidden, SHAPE.intermediate, fp8), output.shape[0]
+
+
+def test_sync_free_layer_takes_the_bytes_that_it_announces(fp8):
+    """Beside them only what grows with the tokens sent: their copy, its quantisation, ids, and combine's output."""
+    [(peak, announced, tokens)] = run_ranks(1, memory_facts, fp8)
+    per_token = SHAPE.hidden * 2 * 3 + SHAPE.topk * 64
+    print(f"peak {peak} bytes, announced {announced}")
+    assert 0.95 * announced < peak < 1.05 * announced + tokens * per_token
 
 
 def dispatch_facts(rank, world):

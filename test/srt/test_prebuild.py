@@ -68,8 +68,9 @@ def buffer() -> Buffer:
 
 @pytest.fixture(autouse=True)
 def backend(monkeypatch) -> SimpleNamespace:
-    chosen = SimpleNamespace(value=MoeA2ABackend.DEEPEP_V2)
+    chosen = SimpleNamespace(value=MoeA2ABackend.DEEPEP_V2, disaggregation_mode="null")
     monkeypatch.setattr(moe_ep_setup, "get_moe_a2a_backend", lambda: chosen.value)
+    monkeypatch.setattr(moe_ep_setup, "get_disagg", lambda: chosen)
     return chosen
 
 
@@ -91,25 +92,49 @@ def test_r11_builds_once_for_all_layers(buffer, runner):
     assert buffer.builds == 1
 
 
-def test_psum_gemms_are_compiled_before_any_forward(buffer, monkeypatch):
-    compiled = []
+@pytest.fixture
+def compiled(buffer, monkeypatch) -> list:
+    """``(dtype, shape, rows)`` of each warm-up that a machine with a GPU would run."""
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(psum, "_warmed", set())
+    monkeypatch.setattr(psum, "_max_rows", 640)
+    monkeypatch.setattr(psum.compile_utils, "_ENABLE_JIT_DEEPGEMM_PRECOMPILE", True)
+    monkeypatch.setattr(psum.compile_utils, "_DO_COMPILE_ALL", True)
 
-    def warm_up(key, rows):
+    def warm_up(weight, rows):
         assert buffer.settled == 2, "the row counts to compile are known once every layer has settled"
-        compiled.append((key, rows))
-        psum._warmed.add(key)
+        seen.append((weight.dtype, tuple(weight.shape), rows))
 
     monkeypatch.setattr(psum, "_warm_up", warm_up)
+    return seen
+
+
+def test_psum_gemms_are_compiled_before_any_forward(buffer, compiled, monkeypatch):
     odd = Layer(RecordingDispatcher(buffer))
     odd.w13_weight, odd.w2_weight = torch.empty(4, 512, 128, dtype=torch.uint8), torch.empty(3, dtype=torch.bfloat16)
     maybe_prebuild_deepep_v2_buffers(model=nn.Sequential(Layer(RecordingDispatcher(buffer)), odd))
-    assert compiled == [(("fp8", 4, 512, 256), 0), (("fp8", 4, 256, 256), 0)]
-    compiled.clear()
-    psum._warmed.clear()
-    buffer.settled = 1
+    fp8 = torch.float8_e4m3fn
+    assert compiled == [(fp8, (4, 512, 256), 640), (fp8, (4, 256, 256), 640)]
+    psum._ensure_warm(torch.empty(4, 512, 256, dtype=fp8), 1000)
+    assert len(compiled) == 2, "each shape once"
+    psum._ensure_warm(torch.empty(4, 512, 256, dtype=torch.bfloat16), 1000)
+    assert compiled[2:] == [(torch.bfloat16, (4, 512, 256), 1000)]
+    monkeypatch.setattr(psum.compile_utils, "_ENABLE_JIT_DEEPGEMM_PRECOMPILE", False)
+    psum._ensure_warm(torch.empty(5, 512, 256, dtype=fp8), 1000)
+    assert len(compiled) == 3
+
+
+def test_labels_pipeline_compiles_no_psum_gemms(buffer, compiled):
     maybe_prebuild_deepep_v2_buffers(model=model_of(RecordingDispatcher(buffer, "labels")))
     assert not compiled
+
+
+def test_decode_role_builds_the_buffer_and_nothing_for_prefill(buffer, compiled, backend):
+    backend.disaggregation_mode = "decode"
+    maybe_prebuild_deepep_v2_buffers(model=model_of(RecordingDispatcher(buffer), RecordingDispatcher(buffer)))
+    assert (buffer.builds, buffer.settled) == (1, 0) and not compiled
 
 
 def test_r11_captured_decode_graph_has_built_it(buffer):

@@ -20,8 +20,10 @@ __overrides__ = (
     "validate_deepep_v2_model_architecture",
 )
 
-_HIDDEN_MULTIPLE = 256
-_MAX_TOPK = 32
+# DeepEP's combine moves rows in chunks of this many elements.
+HIDDEN_MULTIPLE = 256
+# Most experts per token that DeepEP dispatches.
+MAX_TOPK = 32
 _NUM_EXPERTS_FIELDS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
@@ -50,6 +52,7 @@ def _prefill_tokens_per_rank(view: Any, ceiling: int) -> int:
     rows = ceiling
     # Zigzag leaves a batch whole on every CP rank when one of its requests is shorter than 2 * attn_cp_size.
     if view.enable_prefill_cp and view.attn_cp_size > 1 and view.cp_strategy == "interleave":
+        # Each rank's shard is padded to a multiple of the CP size as well.
         shard = _ceil_div(ceiling, view.attn_cp_size)
         rows = _ceil_div(shard, view.attn_cp_size) * view.attn_cp_size
     return _ceil_div(rows, attn_tp_size)
@@ -123,15 +126,15 @@ def validate_deepep_v2_model_architecture(server_args: Any) -> None:
 
     # A latent MoE dispatches narrower rows than the residual stream.
     hidden_size = getattr(config, "routed_expert_hidden_size", None) or getattr(config, "hidden_size", None)
-    if hidden_size and hidden_size % _HIDDEN_MULTIPLE:
+    if hidden_size and hidden_size % HIDDEN_MULTIPLE:
         raise ValueError(
-            f"DeepEP v2 combine needs a hidden size that is a multiple of {_HIDDEN_MULTIPLE}; hidden_size is "
+            f"DeepEP v2 combine needs a hidden size that is a multiple of {HIDDEN_MULTIPLE}; hidden_size is "
             f"{hidden_size} in the model's config. Use another --moe-a2a-backend."
         )
     topk = getattr(config, "num_experts_per_tok", None)
-    if topk and topk > _MAX_TOPK:
+    if topk and topk > MAX_TOPK:
         raise ValueError(
-            f"DeepEP v2 routes a token to at most {_MAX_TOPK} experts; num_experts_per_tok is {topk} in the model's "
+            f"DeepEP v2 routes a token to at most {MAX_TOPK} experts; num_experts_per_tok is {topk} in the model's "
             "config. Use another --moe-a2a-backend."
         )
     num_experts = next((n for f in _NUM_EXPERTS_FIELDS if (n := getattr(config, f, None))), None)

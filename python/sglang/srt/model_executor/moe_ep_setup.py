@@ -1,10 +1,11 @@
-"""new: builds the process-wide ElasticBuffer before the first request."""
+"""new: builds the process-wide ElasticBuffer and readies every layer's prefill before the first request."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.layers.moe.utils import get_moe_a2a_backend
+from sglang.srt.runtime_context import get_disagg
 
 if TYPE_CHECKING:
     import torch.nn as nn
@@ -20,13 +21,14 @@ def _decode_graph_is_captured(decode_cuda_graph_runner: Any) -> bool:
 
 
 def maybe_prebuild_deepep_v2_buffers(*, model: nn.Module, decode_cuda_graph_runner: Any = None) -> None:
-    """Build the deepep_v2 ElasticBuffer now, so that the first request does not pay for it.
+    """Build the deepep_v2 ElasticBuffer now, and have every layer ready to prefill, so that no request pays for it.
 
-    Building allocates the symmetric memory and meets every rank in an NCCL barrier, so all ranks of a model call
-    this at the same point of start-up. The buffer is process-wide: one dispatcher builds it for every MoE layer.
+    Collective over the expert-parallel group: building allocates the symmetric memory and meets every rank in an NCCL
+    barrier. The buffer is process-wide: one dispatcher builds it for every MoE layer.
 
     Every layer also decides and logs here how its prefill runs, and its psum GEMMs are compiled where start-up compiles
-    any: in a first forward, peers would wait in combine for the rank that compiles, until DeepEP's timeout.
+    any: in a first forward, peers would wait in combine for the rank that compiles, until DeepEP's timeout. The decode
+    role of a disaggregated deployment runs no prefill and does neither.
 
     Nothing is built when the a2a backend is not deepep_v2, when a decode graph was captured (its dispatches built the
     buffer), or when a buffer with this model's key exists.
@@ -38,6 +40,7 @@ def maybe_prebuild_deepep_v2_buffers(*, model: nn.Module, decode_cuda_graph_runn
 
     Raises:
         ImportError: no buffer class can be loaded.
+        RuntimeError: NCCL's GPU-initiated networking could not start.
         ValueError: sync-free prefill needs more than ``SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES``, or DeepGEMM's row
             alignment does not divide dispatch's.
     """
@@ -54,6 +57,8 @@ def maybe_prebuild_deepep_v2_buffers(*, model: nn.Module, decode_cuda_graph_runn
     first = layers[0].dispatcher
     if not _decode_graph_is_captured(decode_cuda_graph_runner) and not first.buffer_is_built():
         first.prebuild()
+    if get_disagg().disaggregation_mode == "decode":
+        return
     # A layer that cannot prefill as configured must not be found out by a request.
     for layer in layers:
         layer.dispatcher.settle_prefill()

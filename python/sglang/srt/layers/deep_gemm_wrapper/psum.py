@@ -108,9 +108,7 @@ def grouped_gemm_fp8(
     rows = a.shape[0]
     if rows == 0:
         return
-    key = ("fp8", *b.shape)
-    if key not in _warmed:
-        _warm_up(key, rows)
+    _ensure_warm(b, rows)
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous((a, a_scale), (b, b_scale), out, psum, use_psum_layout=True)
 
 
@@ -126,9 +124,7 @@ def grouped_gemm_bf16(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, psum:
     rows = a.shape[0]
     if rows == 0:
         return
-    key = ("bf16", *b.shape)
-    if key not in _warmed:
-        _warm_up(key, rows)
+    _ensure_warm(b, rows)
     deep_gemm.m_grouped_bf16_gemm_nt_contiguous(a, b, out, psum, use_psum_layout=True)
 
 
@@ -138,35 +134,33 @@ def warm_up(weight: torch.Tensor) -> None:
     Args:
         weight: ``[experts, n, k]`` float8_e4m3fn or bf16; anything else has no psum GEMM and is passed over.
     """
-    kind = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16"}.get(weight.dtype)
-    key = (kind, *weight.shape)
-    if kind and weight.dim() == 3 and key not in _warmed:
-        _warm_up(key, 0)
+    if weight.dim() == 3 and weight.dtype in (torch.float8_e4m3fn, torch.bfloat16):
+        _ensure_warm(weight, 0)
 
 
-def _warm_up(key: tuple, rows: int) -> None:
-    """Compile the kernels of one GEMM shape for every row count up to the announced one.
+def _ensure_warm(weight: torch.Tensor, rows: int) -> None:
+    """Warm up the GEMM of a weight's shape once; ``rows`` may exceed what was announced."""
+    key = (weight.dtype, *weight.shape)
+    if key not in _warmed and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
+        _warmed.add(key)
+        # SGLang's own switches: off by SGLANG_JIT_DEEPGEMM_PRECOMPILE=0, and only the node's first rank compiles.
+        if compile_utils._ENABLE_JIT_DEEPGEMM_PRECOMPILE and compile_utils._DO_COMPILE_ALL:
+            _warm_up(weight, max(rows, _max_rows))
 
-    The psum is zero, so a launch compiles its kernel and computes nothing.
-    """
-    if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
-        return
-    _warmed.add(key)
-    # SGLang's own switches: off by SGLANG_JIT_DEEPGEMM_PRECOMPILE=0, and only the node's first rank compiles.
-    if not (ENABLE_JIT_DEEPGEMM and compile_utils._ENABLE_JIT_DEEPGEMM_PRECOMPILE and compile_utils._DO_COMPILE_ALL):
-        return
-    kind, experts, n, k = key
+
+def _warm_up(weight: torch.Tensor, max_rows: int) -> None:
+    """Compile the kernels of one GEMM shape for every aligned row count up to ``max_rows``, or as memory allows."""
+    experts, n, k = weight.shape
+    kind = "FP8" if weight.dtype == torch.float8_e4m3fn else "BF16"
     alignment = _row_alignment()
-    max_rows = max(rows, _max_rows)
-    row_bytes = (k + k // 32 if kind == "fp8" else 2 * k) + 2 * n
-    weight_bytes = experts * n * k * (1 if kind == "fp8" else 2)
+    row_bytes = (k + k // 32 if kind == "FP8" else 2 * k) + 2 * n
     budget = get_available_gpu_memory("cuda", torch.cuda.current_device()) * (1 << 30) * _WARM_UP_MEMORY_FRACTION
-    affordable = int((budget - weight_bytes) // row_bytes)
+    affordable = int(budget // row_bytes)
     if affordable < max_rows:
         logger.warning(
             "DeepEP v2 psum GEMM warm-up covers %d of %d rows (%s n=%d k=%d): free memory ends it; "
             "larger batches compile on first use.",
-            max(affordable, 0),
+            affordable,
             max_rows,
             kind,
             n,
@@ -177,11 +171,11 @@ def _warm_up(key: tuple, rows: int) -> None:
     if not row_counts:
         return
     logger.info("DeepEP v2 psum GEMM warm-up: %s n=%d k=%d experts=%d rows<=%d", kind, n, k, experts, row_counts[-1])
-    with compile_utils._local_rank_compile_lock(_LockName(f"PSUM_{kind.upper()}"), n, k, experts):
+    with compile_utils._local_rank_compile_lock(_LockName(f"PSUM_{kind}"), n, k, experts):
         # One rank compiles alone, so nothing of it may come from memory that ranks allocate together.
         symmetric = disable_symmetric_memory_context()
         try:
-            _compile(kind, experts, n, k, row_counts)
+            _compile(weight, row_counts)
         finally:
             restore_symmetric_memory_context(symmetric)
             # The buffers are large and never needed again.
@@ -195,21 +189,20 @@ class _LockName:
         self.name = name
 
 
-def _compile(kind: str, experts: int, n: int, k: int, row_counts: range) -> None:
+def _compile(weight: torch.Tensor, row_counts: range) -> None:
+    """Launch the GEMM of ``weight`` once for each row count; a psum of zeros makes every launch compute nothing."""
+    experts, n, k = weight.shape
     rows = row_counts[-1]
     cuda = {"device": "cuda"}
     psum = torch.zeros(experts, dtype=torch.int32, **cuda)
     out = torch.empty(rows, n, dtype=torch.bfloat16, **cuda)
-    if kind == "bf16":
-        a = torch.empty(rows, k, dtype=torch.bfloat16, **cuda)
-        b = torch.empty(experts, n, k, dtype=torch.bfloat16, **cuda)
-    else:
-        a = torch.empty(rows, k, dtype=torch.float8_e4m3fn, **cuda)
-        b = torch.empty(experts, n, k, dtype=torch.float8_e4m3fn, **cuda)
-        b_scale = torch.ones(experts, -(-n // 128), -(-k // 128), **cuda)
-    for count in row_counts:
-        if kind == "bf16":
-            deep_gemm.m_grouped_bf16_gemm_nt_contiguous(a[:count], b, out[:count], psum, use_psum_layout=True)
+    a = torch.empty(rows, k, dtype=weight.dtype, **cuda)
+    if weight.dtype == torch.float8_e4m3fn:
+        weight_scale = torch.ones(experts, -(-n // 128), -(-k // 128), **cuda)
+    # Largest first: the smaller scales then fit where it lay.
+    for count in reversed(row_counts):
+        if weight.dtype == torch.bfloat16:
+            deep_gemm.m_grouped_bf16_gemm_nt_contiguous(a[:count], weight, out[:count], psum, use_psum_layout=True)
             continue
         # The scale's row stride depends on the row count, so it is laid out anew for each.
         if DEEPGEMM_SCALE_UE8M0:
@@ -217,6 +210,6 @@ def _compile(kind: str, experts: int, n: int, k: int, row_counts: range) -> None
         else:
             a_scale = torch.empty_strided((count, -(-k // 128)), (1, -(-count // 4) * 4), dtype=torch.float32, **cuda)
         deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
-            (a[:count], a_scale), (b, b_scale), out[:count], psum, use_psum_layout=True
+            (a[:count], a_scale), (weight, weight_scale), out[:count], psum, use_psum_layout=True
         )
     torch.cuda.current_stream().synchronize()

@@ -190,8 +190,11 @@ class DeepGemmRunnerCore(upstream.DeepGemmRunnerCore):
 
 
 def _dispose(received: torch.Tensor) -> None:
-    """Give a received tensor's memory back although the dispatch output still names it."""
-    # A captured graph keeps reading the address. SGLang turns prefill graphs off with this backend.
+    """Give a received tensor's memory back although the dispatch output still names it.
+
+    As SGLang's ``dispose_tensor`` without the empty tensor that it allocates. Prefill graphs, which keep reading the
+    address, are off with this backend.
+    """
     if not get_flags().capture.disable_dispose_tensor:
         received.set_()
 

@@ -13,6 +13,7 @@ import logging
 
 import torch
 import torch.distributed as dist
+from sglang.srt.arg_groups.moe_hook import HIDDEN_MULTIPLE, MAX_TOPK
 from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import get_is_extend_in_batch
 from sglang.srt.layers.moe.ep_moe.token_quant import quant_tokens
@@ -42,9 +43,6 @@ logger = logging.getLogger(__name__)
 
 # DeepGEMM derives each expert's first row from the same number.
 _EXPERT_ALIGNMENT = 128
-_MAX_TOPK = 32
-# combine moves rows in chunks of this many elements.
-_HIDDEN_MULTIPLE = 256
 
 use_deepep_v2 = buffer_class().cls is not None
 
@@ -113,14 +111,14 @@ class _DeepEPv2Impl:
         self._prefill_is_sync_free: bool | None = None
 
     def _validate_shape(self) -> None:
-        if self.hidden_size % _HIDDEN_MULTIPLE:
+        if self.hidden_size % HIDDEN_MULTIPLE:
             raise ValueError(
-                f"DeepEP v2 needs a hidden size that is a multiple of {_HIDDEN_MULTIPLE}, the model has "
+                f"DeepEP v2 needs a hidden size that is a multiple of {HIDDEN_MULTIPLE}, the model has "
                 f"{self.hidden_size}. Use --moe-a2a-backend deepep."
             )
-        if self.router_topk > _MAX_TOPK:
+        if self.router_topk > MAX_TOPK:
             raise ValueError(
-                f"DeepEP v2 routes a token to at most {_MAX_TOPK} experts, the model selects {self.router_topk}. "
+                f"DeepEP v2 routes a token to at most {MAX_TOPK} experts, the model selects {self.router_topk}. "
                 "Use --moe-a2a-backend deepep."
             )
         if self.num_experts % self.num_local_experts:
@@ -208,12 +206,11 @@ class _DeepEPv2Impl:
         return DeepEPv2Buffer.get_or_build(self._key())
 
     def prebuild_buffer(self) -> None:
-        """Build the buffer and settle the prefill pipeline now, so that the first request waits for neither."""
+        """Build the buffer now, so that the first request does not wait for it."""
         self._get_buffer()
-        self.settle_prefill()
 
     def settle_prefill(self) -> None:
-        """Decide how prefill runs, once."""
+        """Decide how prefill runs, once; collective as :meth:`DeepEPv2Dispatcher.settle_prefill`."""
         if self._prefill_is_sync_free is None:
             self._decide_prefill()
 
@@ -449,11 +446,13 @@ class DeepEPv2Dispatcher(BaseDispatcher):
         )
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: TopKOutput) -> DispatchOutput:
-        """Send ``[tokens, hidden]`` bf16 to the ranks of its experts.
+        """Send ``[tokens, hidden]`` bf16 to the ranks of its experts; collective over the group.
 
         Raises:
-            RuntimeError: the previous dispatch was not combined.
-            ValueError: more tokens than the buffer holds, or shapes that do not belong to this layer.
+            ImportError: no buffer class or no FP8 quantisation kernel can be loaded.
+            RuntimeError: the previous dispatch was not combined, or another key's buffer still awaits a combine.
+            ValueError: more tokens than the buffer holds, shapes that do not belong to this layer, or what
+                :meth:`settle_prefill` refuses.
         """
         return self._impl.dispatch(hidden_states, topk_output)
 
@@ -471,7 +470,12 @@ class DeepEPv2Dispatcher(BaseDispatcher):
         return self._impl.combine(combine_input)
 
     def prebuild(self) -> None:
-        """Build the process-wide buffer now; collective over the group, no forward needed."""
+        """Build the process-wide buffer now; collective over the group, no forward needed.
+
+        Raises:
+            ImportError: no buffer class can be loaded.
+            RuntimeError: another key's buffer still awaits a combine, or NCCL's GPU-initiated networking cannot start.
+        """
         self._impl.prebuild_buffer()
 
     def buffer_is_built(self) -> bool:
@@ -484,7 +488,7 @@ class DeepEPv2Dispatcher(BaseDispatcher):
         return self._impl._use_psum_pipeline
 
     def settle_prefill(self) -> None:
-        """Decide and log now how this layer's prefill will run.
+        """Decide and log now how this layer's prefill will run; collective over the group where sync-free is wanted.
 
         Raises:
             ValueError: DeepGEMM's row alignment does not divide dispatch's, or sync-free prefill needs more than

@@ -4,20 +4,17 @@ Without a host sync nobody on the host knows how many rows arrive, so every buff
 case: ``rows = ranks * capacity * min(topk, local experts)``, plus alignment.
 """
 
-import logging
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from sglang.srt.environ import envs
-
-logger = logging.getLogger(__name__)
+from sglang.srt.utils import get_available_gpu_memory
 
 # Without SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES, the share of the memory free at the decision that a layer may take.
 DEFAULT_FREE_MEMORY_SHARE = 0.25
 
 _widest_intermediate = 0
-# Free bytes at the first decision, the least of all ranks: layers and ranks of one model must decide alike.
-_free_bytes: int | None = None
 
 
 def note_intermediate_size(intermediate_size: int) -> None:
@@ -33,49 +30,60 @@ def capacity_rows(num_ranks: int, capacity: int, topk: int, num_local_experts: i
 
 
 def layer_bytes(rows: int, hidden: int, intermediate: int, fp8: bool) -> int:
-    """Bytes that one layer's expanded buffers take at ``rows`` rows: received rows with scales and weights, both GEMM
-    outputs, and the activation between them."""
+    """Most bytes that one layer's expanded buffers take together at ``rows`` rows.
+
+    Router weights live throughout; the rest is freed as it is consumed, so the peak is one of three stages: received
+    rows with scales and the first GEMM's output, that output and the activation, the activation and the second output.
+    """
     received = hidden + hidden // 32 if fp8 else 2 * hidden
+    gateup = 2 * 2 * intermediate
     activation = intermediate + intermediate // 32 if fp8 else 2 * intermediate
-    return rows * (received + 4 + 2 * 2 * intermediate + activation + 2 * hidden)
+    return rows * (4 + max(received + gateup, gateup + activation, activation + 2 * hidden))
 
 
-def _least_free_bytes(group: dist.ProcessGroup) -> int:
-    """Free device memory of the rank that has least, bytes; collective over ``group``."""
-    free = torch.tensor([torch.cuda.mem_get_info()[0]], device="cuda")
+@cache
+def _agreed_bytes(limit: int | None, group: dist.ProcessGroup) -> int:
+    """Bytes that a layer may take on every rank, the least that any allows; collective over ``group``, then remembered.
+
+    Args:
+        limit: this rank's SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES; None allows a share of its free device memory.
+        group: ranks that dispatch together: one that waits for host counts and one that does not would never meet.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if limit is None:
+        # On CPU only a limit that was set counts.
+        limit = torch.iinfo(torch.int64).max
+        if device == "cuda":
+            free = get_available_gpu_memory(device, torch.cuda.current_device()) * (1 << 30)
+            limit = int(free * DEFAULT_FREE_MEMORY_SHARE)
+    agreed = torch.tensor([limit], device=device)
     if dist.get_world_size(group) > 1:
-        dist.all_reduce(free, dist.ReduceOp.MIN, group)
-    return int(free.item())
+        dist.all_reduce(agreed, dist.ReduceOp.MIN, group)
+    return int(agreed.item())
 
 
 def refusal(rows: int, hidden: int, fp8: bool, group: dist.ProcessGroup) -> str | None:
     """Why sync-free prefill cannot be used, or None when its buffers fit; the same on every rank of ``group``.
 
-    The first call without a limit is collective over ``group``.
+    The first call is collective over ``group``.
 
     Raises:
-        ValueError: ``SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES`` is set and smaller than what the launch needs.
+        ValueError: ``SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES`` is set here and smaller than what a layer needs.
     """
     needed = layer_bytes(rows, hidden, _widest_intermediate, fp8)
     limit = envs.SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES.get()
-    if limit is not None:
-        if needed > limit:
-            raise ValueError(
-                f"sync-free prefill needs {needed} bytes per layer ({rows} rows, hidden {hidden}, intermediate "
-                f"{_widest_intermediate}), SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES allows {limit}. Raise it, lower "
-                "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK, or unset "
-                "SGLANG_DEEPEP_V2_ENABLE_SYNC_FREE_PREFILL."
-            )
-        return None
-    if not torch.cuda.is_available():
-        return None
-    global _free_bytes
-    if _free_bytes is None:
-        _free_bytes = _least_free_bytes(group)
-    allowed = int(_free_bytes * DEFAULT_FREE_MEMORY_SHARE)
-    if needed > allowed:
+    # Before any error, so that no rank is left alone in the collective.
+    agreed = _agreed_bytes(limit, group)
+    if limit is not None and needed > limit:
+        raise ValueError(
+            f"sync-free prefill needs {needed} bytes per layer ({rows} rows, hidden {hidden}, intermediate "
+            f"{_widest_intermediate}), SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES allows {limit}. Raise it, lower "
+            "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK, or unset "
+            "SGLANG_DEEPEP_V2_ENABLE_SYNC_FREE_PREFILL."
+        )
+    if needed > agreed:
         return (
-            f"needs {needed} bytes per layer, {allowed} allowed ({DEFAULT_FREE_MEMORY_SHARE:.0%} of free memory; "
-            "SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES sets another limit)"
+            f"needs {needed} bytes per layer, {agreed} allowed on the rank with least "
+            f"({DEFAULT_FREE_MEMORY_SHARE:.0%} of free memory; SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES sets another limit)"
         )
     return None
