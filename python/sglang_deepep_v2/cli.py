@@ -1,5 +1,7 @@
 """The `sglang-deepep-v2` command. Imports neither torch nor SGLang; a command does so when it needs them."""
 
+import sys
+
 import typer
 from typer.core import TyperCommand
 
@@ -24,7 +26,15 @@ class Command(TyperCommand):
             raise
 
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+# Typer's frames cut text into 80 columns where there is no terminal to ask.
+_FRAMED = sys.stderr.isatty()
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode="rich" if _FRAMED else None,
+    context_settings={} if _FRAMED else {"terminal_width": 240},
+)
 
 
 @app.callback()
