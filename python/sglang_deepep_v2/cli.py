@@ -11,18 +11,23 @@ from sglang_deepep_v2.doctor import doctor
 from sglang_deepep_v2.status import status
 from sglang_deepep_v2.upstream import upstream
 
+# Typer's own copy of click, or click itself, by Typer's version.
+_UsageError = typer.BadParameter.__base__
+
 
 class Command(TyperCommand):
-    """A command whose refusals name the refused value, which Typer's own leave out."""
+    """A command whose refusals name the refused value, which Typer's own leave out; doctor's say where options go."""
 
     def parse_args(self, ctx, args):
         try:
             return super().parse_args(ctx, args)
-        except typer.BadParameter as refusal:
+        except _UsageError as refusal:
             # Of pydantic, where the installed Typer checks values with it.
             problems = getattr(refusal.__cause__, "errors", list)()
             if problems:
                 refusal.message += f", got {problems[0]['input']}"
+            if self.name == "doctor" and hasattr(refusal, "option_name"):
+                refusal.message += ". A launch command goes after `--`: doctor -- sglang serve MODEL --tp 8"
             raise
 
 

@@ -55,6 +55,12 @@ def test_status_agrees_with_this_environment():
     assert {module["kind"] for module in report["modules"]} == {"new", "replaces", "extends"}
 
 
+@pytest.mark.parametrize("words", ["--tp 8", "python -m sglang.launch_server --tp 8"])
+def test_doctor_says_where_a_launch_command_goes(words):
+    done = CliRunner().invoke(app, ["doctor", *words.split()], env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and "A launch command goes after `--`: doctor -- sglang serve" in done.output
+
+
 @pytest.mark.loader
 def test_what_is_piped_is_neither_wrapped_nor_cut(monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "40")
