@@ -1,5 +1,7 @@
 """The `sglang-deepep-v2` command. Imports neither torch nor SGLang; a command does so when it needs them."""
 
+import sys
+
 import typer
 from typer.core import TyperCommand
 
@@ -9,22 +11,35 @@ from sglang_deepep_v2.doctor import doctor
 from sglang_deepep_v2.status import status
 from sglang_deepep_v2.upstream import upstream
 
+# Typer's own copy of click, or click itself, by Typer's version.
+_UsageError = typer.BadParameter.__base__
+
 
 class Command(TyperCommand):
-    """A command whose refusals name the refused value, which Typer's own leave out."""
+    """A command whose refusals name the refused value, which Typer's own leave out; doctor's say where options go."""
 
     def parse_args(self, ctx, args):
         try:
             return super().parse_args(ctx, args)
-        except typer.BadParameter as refusal:
+        except _UsageError as refusal:
             # Of pydantic, where the installed Typer checks values with it.
             problems = getattr(refusal.__cause__, "errors", list)()
             if problems:
                 refusal.message += f", got {problems[0]['input']}"
+            if self.name == "doctor" and hasattr(refusal, "option_name"):
+                refusal.message += ". A launch command goes after `--`: doctor -- sglang serve MODEL --tp 8"
             raise
 
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+# Typer's frames cut text into 80 columns where there is no terminal to ask.
+_FRAMED = sys.stderr.isatty()
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode="rich" if _FRAMED else None,
+    context_settings={} if _FRAMED else {"terminal_width": 240},
+)
 
 
 @app.callback()

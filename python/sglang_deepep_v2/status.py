@@ -4,11 +4,11 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from sglang_deepep_v2 import overlay
+from sglang_deepep_v2.console import make_console
 
 _PARENT = "sglang.srt"
 
@@ -73,7 +73,7 @@ def status(
 
 
 def _print(report: dict) -> None:
-    console = Console()
+    console = make_console()
     switch = "on" if report["enabled"] else f"off ({overlay.SWITCH}=0)"
     console.print(
         f"overlay {switch}, sglang {report['sglang'] or 'not installed'}, verified on "
@@ -82,7 +82,7 @@ def _print(report: dict) -> None:
         soft_wrap=True,
     )
     if report["modules"]:
-        table = Table("kind", "SGLang's own file", f"module, in {_PARENT}")
+        table = Table("kind", "SGLang's own file", Column(f"module, in {_PARENT}", overflow="fold"))
         for row in report["modules"]:
             expected = "[green]none, as expected" if row["kind"] == "new" else "[green]as locked"
             found = f"[red]{row['problem']}" if row["problem"] else expected

@@ -1,6 +1,7 @@
 """`sglang-deepep-v2 upstream`: the patch laid onto a copy of SGLang's source, so that it needs no loader."""
 
 import hashlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,16 +10,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
-from sglang_deepep_v2 import overlay
+from sglang_deepep_v2 import overlay, target_tree
+from sglang_deepep_v2.ab.servers import interrupt_on_sigterm
+from sglang_deepep_v2.console import make_console
 from sglang_deepep_v2.source_merge import MergeError, merge, without_kind
+from sglang_deepep_v2.target_tree import Commit
 
 _INSTALLED = "installed"
 _BASE_BRANCH = "base"
-_IDENTITY = ("-c", "user.name=sglang-deepep-v2", "-c", "user.email=sglang-deepep-v2@localhost")
 _SORT_IMPORTS = ("--isolated", "--select=I", "--fix", "--quiet", "--config", 'lint.isort.known-first-party=["sglang"]')
 
 
@@ -54,7 +56,10 @@ class Laid:
     as_locked: bool
 
 
-def lay(package: Path) -> dict[Concern, list[Laid]]:
+Plan = dict[Concern, list[Laid]]
+
+
+def lay(package: Path) -> Plan:
     """Every file of the patch merged with the files of ``package``, by concern; writes nothing.
 
     Args:
@@ -65,14 +70,16 @@ def lay(package: Path) -> dict[Concern, list[Laid]]:
         OverlayError: the patch tree is missing.
     """
     locked = overlay.read_lock().get(overlay.base_version() or "", {})
-    plan: dict[Concern, list[Laid]] = {concern: [] for concern in CONCERNS}
+    plan: Plan = {concern: [] for concern in CONCERNS}
     for name, module in overlay.modules().items():
         short = name.removeprefix("sglang.srt.")
         concern = next((c for c in CONCERNS if short.startswith(c.prefixes)), None)
         if concern is None:
             raise MergeError(f"{name}: no commit of {Path(__file__).name} carries this module")
-        path = Path(*name.split(".")[1:]).with_suffix(".py")
+        path = _relative(name)
         base = package / path
+        if not base.parent.is_dir():
+            raise MergeError(f"{name} is {module.kind} in the patch, and {package} has no folder {path.parent}")
         if (module.kind == "new") == base.is_file():
             found = "has" if base.is_file() else "has no"
             raise MergeError(f"{name} is {module.kind} in the patch, and {package} {found} {path}")
@@ -85,13 +92,14 @@ def lay(package: Path) -> dict[Concern, list[Laid]]:
     return plan
 
 
-def write(package: Path, files: list[Laid]) -> None:
-    """Put files into an ``sglang`` package; a hard-linked file is replaced, not written through."""
-    for laid in files:
-        target = package / laid.path
-        draft = target.with_name(f".{target.name}.draft")
-        draft.write_text(laid.text)
-        draft.replace(target)
+def holds_patch(package: Path) -> bool:
+    """Whether every file that is new in the patch lies in an ``sglang`` package already."""
+    new = [name for name, module in overlay.modules().items() if module.kind == "new"]
+    return all((package / _relative(name)).is_file() for name in new)
+
+
+def _relative(name: str) -> Path:
+    return Path(*name.split(".")[1:]).with_suffix(".py")
 
 
 def _ruff() -> str | None:
@@ -117,24 +125,6 @@ def _sort_imports(text: str) -> str:
     return _through_ruff(text, "check", *_SORT_IMPORTS)
 
 
-def _git(tree: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(tree), *arguments], capture_output=True, text=True)
-    if done.returncode:
-        raise MergeError(f"git {' '.join(arguments[:3])} failed in {tree}: {(done.stderr or done.stdout).strip()}")
-    return done.stdout.strip()
-
-
-def _commit(tree: Path, message: str, *paths: str) -> None:
-    _git(tree, "add", "--force", "--", *paths)
-    known = subprocess.run(["git", "-C", str(tree), "config", "user.email"], capture_output=True).returncode == 0
-    _git(tree, *(() if known else _IDENTITY), "commit", "--quiet", "-m", message)
-
-
-def _is_repository(tree: Path) -> bool:
-    done = subprocess.run(["git", "-C", str(tree), "rev-parse", "--show-toplevel"], capture_output=True, text=True)
-    return done.returncode == 0 and Path(done.stdout.strip()) == tree.resolve()
-
-
 def _source_package(source: str) -> Path:
     if source == _INSTALLED:
         package = overlay.base_root()
@@ -147,33 +137,42 @@ def _source_package(source: str) -> Path:
     return found[0]
 
 
-def _prepare(tree: Path, source: str, branch: str) -> tuple[dict[Concern, list[Laid]], bool]:
-    """The plan, and whether ``tree`` (which afterwards holds python/sglang) is a git repository on ``branch``."""
-    package = tree / "python/sglang"
-    if package.is_dir():
-        if source != _INSTALLED:
-            raise MergeError(f"{tree} holds python/sglang already: leave --from out, or name an empty --into")
-        plan = lay(package)
-        if not _is_repository(tree):
-            return plan, False
-        if _git(tree, "status", "--porcelain", "--untracked-files=no"):
-            raise MergeError(f"{tree} has uncommitted changes: commit or stash them first")
-        _git(tree, "switch", "--quiet", "-c", branch)
-        return plan, True
-    if tree.exists() and any(tree.iterdir()):
-        raise MergeError(f"{tree} is neither empty nor an SGLang checkout (no python/sglang in it)")
+def _commits(plan: Plan) -> list[Commit]:
+    return [Commit(concern.message, {laid.path: laid.text for laid in files}) for concern, files in plan.items()]
+
+
+def _into_new(tree: Path, source: str, branch: str) -> Plan:
+    """Fill a new or empty folder with a repository: a copy of SGLang on one branch, the patch on another."""
     origin = _source_package(source)
+    if tree.resolve().is_relative_to(origin.resolve()):
+        raise MergeError(f"--into {tree} is inside {origin}, which it would copy")
     plan = lay(origin)
-    shutil.copytree(origin, package, ignore=shutil.ignore_patterns("__pycache__"))
-    _git(tree, "init", "--quiet", "-b", _BASE_BRANCH)
-    _commit(tree, f"sglang {overlay.base_version() if source == _INSTALLED else origin.resolve()}", "python")
-    _git(tree, "switch", "--quiet", "-c", branch)
-    return plan, True
+    title = f"sglang {overlay.base_version() if source == _INSTALLED else origin.resolve()}"
+    target_tree.fill(tree, origin, title, _BASE_BRANCH, branch, _commits(plan))
+    return plan
+
+
+def _into_existing(tree: Path, branch: str) -> Plan:
+    """Lay the patch onto the SGLang in ``tree``: on a branch of a repository, else in place."""
+    package, is_repository = tree / target_tree.PACKAGE, target_tree.is_repository(tree)
+    if holds_patch(package):
+        where, other = "", "name another --into"
+        if is_repository:
+            where = f" (branch {target_tree.git(tree, 'branch', '--show-current') or 'none: detached HEAD'})"
+            other += ", or switch to SGLang's own branch and name another --branch"
+        raise MergeError(f"{tree} already holds the patch{where}: {other}")
+    plan = lay(package)
+    if is_repository:
+        known = [str(laid.path) for files in plan.values() for laid in files if laid.module.kind != "new"]
+        target_tree.add_branch(tree, branch, known, _commits(plan))
+    else:
+        target_tree.write(package, {laid.path: laid.text for files in plan.values() for laid in files})
+    return plan
 
 
 def upstream(
     into: Annotated[
-        Path,
+        str,
         typer.Option(
             "--into",
             metavar="TREE",
@@ -201,27 +200,45 @@ def upstream(
 
     Then git -C sglang-with-expand log -p base.. shows what it changed.
     """
-    if into.exists() and not into.is_dir():
-        raise typer.BadParameter(f"--into {into} is no folder")
-    # Before a new TREE is filled: it would stay behind.
-    valid = subprocess.run(["git", "check-ref-format", "--branch", branch], capture_output=True).returncode == 0
-    if not valid or branch == _BASE_BRANCH:
-        raise typer.BadParameter(f"--branch {branch} " + ("is SGLang's own here" if valid else "is no branch name"))
-    console = Console()
+    for option, value in (("--into", into), ("--from", source)):
+        if not value:
+            raise typer.BadParameter(f"{option} '' names no folder")
+    tree = Path(into)
+    if tree.exists() and not tree.is_dir():
+        raise typer.BadParameter(f"--into {tree} is no folder")
+    exists = (tree / target_tree.PACKAGE).is_dir()
+    errors = make_console(stderr=True)
     try:
-        plan, is_repository = _prepare(into, source, branch)
-        for concern, files in plan.items():
-            write(into / "python/sglang", files)
-            if is_repository:
-                _commit(into, concern.message, *(str(Path("python/sglang") / laid.path) for laid in files))
+        with interrupt_on_sigterm():
+            if not exists and tree.exists() and any(tree.iterdir()):
+                raise MergeError(f"{tree} is neither empty nor an SGLang checkout (no python/sglang in it)")
+            has_git = not exists or target_tree.is_repository(tree)
+            if has_git and (branch == _BASE_BRANCH or not target_tree.is_branch_name(branch)):
+                problem = "is SGLang's own here" if branch == _BASE_BRANCH else "is no branch name"
+                raise typer.BadParameter(f"--branch {branch} {problem}")
+            if exists and source != _INSTALLED:
+                raise MergeError(f"{tree} holds python/sglang already: leave --from out, or name an empty --into")
+            plan = _into_existing(tree, branch) if exists else _into_new(tree, source, branch)
     except (MergeError, overlay.OverlayError, OSError) as problem:
-        console.print(f"[red]{escape(str(problem))}", soft_wrap=True)
+        errors.print(f"[red]{escape(str(problem))}", soft_wrap=True)
         raise typer.Exit(1) from None
-    table = Table("kind", "SGLang's file", "file, in python/sglang")
+    except KeyboardInterrupt:
+        errors.print(f"interrupted: {tree} is as it was", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+    _report(plan, tree, branch if has_git else None)
+
+
+def _report(plan: Plan, tree: Path, branch: str | None) -> None:
+    console = make_console()
+    table = Table("kind", "SGLang's file", Column("file, in python/sglang", overflow="fold"))
     for laid in (laid for files in plan.values() for laid in files):
         base = "none" if laid.module.kind == "new" else "the verified one"
         table.add_row(laid.module.kind, base if laid.as_locked else "[yellow]another version: review", str(laid.path))
     console.print(table)
     if _ruff() is None:
         console.print("ruff is not installed: the merged imports are not sorted.")
-    console.print(f"Run it with PYTHONPATH={into / 'python'} {overlay.SWITCH}=0.", soft_wrap=True, highlight=False)
+    # Absolute and quoted: the line is for pasting, in any folder.
+    path = shlex.quote(str(tree.resolve() / "python"))
+    done = f"{len(plan)} commits on branch {branch}." if branch else "no git here: files changed without commits."
+    run = f"Run it: PYTHONPATH={path} {overlay.SWITCH}=0 python -m sglang.launch_server ..."
+    console.print(f"{done}\n{run}", soft_wrap=True, highlight=False, markup=False)

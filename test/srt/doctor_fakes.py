@@ -1,10 +1,13 @@
 """A machine made of tables, for the tests of the doctor."""
 
 import os
+import subprocess
+import textwrap
 
 from sglang_deepep_v2.doctor.machine import Completed, Machine
 
 CAPACITY = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
+LIMIT = "SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES"
 H200 = "0, NVIDIA H200, 9.0, 580.1\n1, NVIDIA H200, 9.0, 580.1\n"
 NO_GPU = {"version": "2.13.0+cpu", "cuda": None, "available": False, "devices": []}
 CPU_TORCH = {**NO_GPU, "nccl_files": [], "nccl": 0, "nccl_built": None}
@@ -86,9 +89,21 @@ def with_gpus(root):
     return build
 
 
+def fake_site(root, **modules):
+    """A folder for PYTHONPATH with modules of the given sources."""
+    site = root / "site"
+    site.mkdir(exist_ok=True)
+    for name, source in modules.items():
+        (site / f"{name}.py").write_text(textwrap.dedent(source))
+    return {"HOME": str(root), "PATH": os.environ["PATH"], "PYTHONPATH": str(site)}
+
+
 def expect(finding, level, *parts, fix=""):
-    """The finding has this level, these parts in its message, and this part in its fix."""
+    """The finding has this level, these parts in its message, and this part in its fix, which a shell can parse."""
     assert finding.level == level, finding
     for part in parts:
         assert part in finding.message, finding
     assert fix in (finding.fix or ""), finding
+    if finding.fix:
+        parsed = subprocess.run(["bash", "-n", "-c", finding.fix], capture_output=True, text=True)
+        assert parsed.returncode == 0, (finding, parsed.stderr)

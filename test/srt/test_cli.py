@@ -55,6 +55,26 @@ def test_status_agrees_with_this_environment():
     assert {module["kind"] for module in report["modules"]} == {"new", "replaces", "extends"}
 
 
+@pytest.mark.parametrize("words", ["--tp 8", "python -m sglang.launch_server --tp 8"])
+def test_doctor_says_where_a_launch_command_goes(words):
+    done = CliRunner().invoke(app, ["doctor", *words.split()], env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and "A launch command goes after `--`: doctor -- sglang serve" in done.output
+
+
+@pytest.mark.loader
+def test_what_is_piped_is_neither_wrapped_nor_cut(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "40")
+    status = python("from sglang_deepep_v2.cli import app; app()", "status").stdout
+    assert "model_executor.model_runner_components.moe_ep_setup" in status and "…" not in status
+    folder = tmp_path / "a folder with a long name" / ("and another" * 9)
+    refused = python("from sglang_deepep_v2.cli import app; app()", "upstream", "--into", str(folder), "--from", "")
+    assert refused.stderr.splitlines()[-1] == "Error: Invalid value: --from '' names no folder"
+    missing = python("from sglang_deepep_v2.cli import app; app()", "upstream", "--into", str(folder))
+    assert (missing.returncode, missing.stderr.count("\n")) == (1, 1) and str(folder) in missing.stderr
+    commands = python("from sglang_deepep_v2.cli import app; app()").stderr.partition("Commands:")[2]
+    assert "upstream" in commands and "..." not in commands
+
+
 def test_status_refuses_a_switch_that_is_neither_0_nor_1(monkeypatch):
     monkeypatch.setenv("SGLANG_OVERLAY", "7")
     done = python("from sglang_deepep_v2.cli import app; app()", "status")
@@ -65,6 +85,8 @@ def test_status_refuses_a_switch_that_is_neither_0_nor_1(monkeypatch):
     ("arguments", "message"),
     [
         (("--into", "a_file"), "--into a_file is no folder"),
+        (("--into", ""), "--into '' names no folder"),
+        (("--into", "tree", "--from", ""), "--from '' names no folder"),
         (("--into", "tree", "--branch", "two words"), "--branch two words is no branch name"),
         (("--into", "tree", "--branch", "base"), "--branch base is SGLang's own here"),
     ],

@@ -1,20 +1,22 @@
-"""The doctor's checks of settings and launch commands, its child processes, and the command itself."""
+"""The doctor's checks of settings, its child processes, and the command itself."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
-import textwrap
+import time
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from doctor_fakes import CAPACITY, LAUNCH, OVERLAY, expect, with_gpus, without_gpu
+from child_signals import heed_signals
+from doctor_fakes import CAPACITY, LAUNCH, LIMIT, OVERLAY, expect, fake_site, with_gpus, without_gpu
 from resolved_args import write_config
 from sglang_deepep_v2.doctor import doctor, examine, hardware, settings
-from sglang_deepep_v2.doctor.launch import check_launch, read_command
-from sglang_deepep_v2.doctor.machine import REFERENCE, USE_REFERENCE, Finding, Machine
+from sglang_deepep_v2.doctor.launch import read_command
+from sglang_deepep_v2.doctor.machine import REFERENCE, Finding, Machine
 
 
 @pytest.fixture
@@ -63,12 +65,29 @@ def test_unknown_variable_without_a_near_name(cpu):
         ("SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND", "on", "not a boolean"),
         ("SGLANG_DEEPEP_V2_NUM_SMS", "many", "not an integer"),
         (CAPACITY, "0", "below 1"),
+        (LIMIT, "-1", "below 1"),
+        (LIMIT, "4G", "not an integer"),
         ("SGLANG_DEEPEP_V2_NUM_SMS", "-1", "below 0"),
         ("NCCL_CUMEM_ENABLE", "0", "cuMem"),
     ],
 )
 def test_bad_values(cpu, name, value, part):
     expect(settings.check_variables(cpu(env={name: value})), "fail", part)
+
+
+@pytest.mark.parametrize(("value", "remedy"), [("on", "1"), ("Off", "0")])
+def test_remedies_of_bad_values_can_be_pasted(cpu, value, remedy):
+    name = "SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND"
+    assert settings.check_variables(cpu(env={name: value})).fix == f"export {name}={remedy}"
+    misspelt = settings.check_variables(cpu(env={"SGLANG_DEEPEPV2_NUM_SMS": "a b"}))
+    assert misspelt.fix == "unset SGLANG_DEEPEPV2_NUM_SMS; export SGLANG_DEEPEP_V2_NUM_SMS='a b'"
+
+
+def test_a_limit_of_what_is_off_has_no_effect(cpu):
+    env = {LIMIT: "4096"}
+    expect(settings.check_variables(cpu(env=env)), "warn", f"{LIMIT}=4096 has no effect", fix=f"unset {LIMIT}")
+    on = {**env, "SGLANG_DEEPEP_V2_ENABLE_SYNC_FREE_PREFILL": "1"}
+    expect(settings.check_variables(cpu(env=on)), "ok", "SYNC_FREE_MAX_BYTES=4096")
 
 
 def test_variables_that_are_fine_or_doubtful(cpu):
@@ -141,71 +160,6 @@ def test_mount_points_with_spaces_and_overmounts(cpu, tmp_path):
     assert settings._mount_of(machine, tmp_path)[1] == "xfs"
 
 
-# launch command
-
-
-@pytest.mark.parametrize(
-    ("words", "env", "argv"),
-    [
-        ("python -m sglang.launch_server --tp 8", {}, ["--tp", "8"]),
-        (
-            "env A=1 B=x=y /usr/bin/python3 -m sglang.launch_server --tp 8",
-            {"A": "1", "B": "x=y"},
-            ["--tp", "8"],
-        ),
-        ("sglang serve org/model --tp 8", {}, ["--model-path", "org/model", "--tp", "8"]),
-        ("sglang serve --tp 8", {}, ["--tp", "8"]),
-    ],
-)
-def test_read_command(words, env, argv):
-    launch = read_command(words.split())
-    assert (launch.env, launch.argv, launch.problem) == (env, argv, None)
-
-
-def test_a_command_that_starts_no_server(cpu):
-    expect(check_launch(cpu(), read_command(["python", "train.py"])), "fail", "python train.py", fix="doctor --")
-
-
-def test_launch_findings(cpu, gpu):
-    launch = read_command(["python", "-m", "sglang.launch_server", "--tp", "2"])
-    check = lambda reply, machine=gpu: check_launch(machine({"launch": reply}), launch)  # noqa: E731
-    done = {**LAUNCH, "required": 1024, "device": "cuda"}
-    expect(check(done), "ok", "tp 2", "up to 1024 tokens per rank, capacity 4096")
-    expect(check(done, cpu), "ok", "no GPU is here")
-    expect(check({**LAUNCH, "role": "decode", "device": "cuda"}), "ok", "decode role", "4096")
-    expect(check({**done, "backend": "none"}), "warn", "--moe-a2a-backend none", fix="deepep_v2")
-    expect(check({**done, "tp": 4}), "fail", "needs 4 GPUs on this node, 2 visible")
-    expect(check({**done, "tp": 4, "nnodes": 2}), "ok", "2 node(s)")
-    refused = {
-        "stage": "resolve",
-        "error_type": "ValueError",
-        "error": f"{CAPACITY}: required=1025, capacity=128.",
-    }
-    expect(check(refused), "fail", "required=1025", fix=f"export {CAPACITY}=1025")
-    direct = {**refused, "error": "direct cannot run across nodes (nnodes=2); pass --deepep-v2-mode hybrid."}
-    expect(check(direct), "fail", fix="--deepep-v2-mode hybrid")
-    parse = {"stage": "parse", "error_type": "SystemExit", "error": "error: unrecognized arguments: --tpp 2"}
-    expect(check(parse), "fail", "--tpp", fix="--help")
-    absent = {"stage": "resolve", "error_type": "OSError", "error": "no config.json", "absent": True}
-    expect(check(absent), "warn", "not on this machine", "no config.json")
-    odd = {"stage": "resolve", "error_type": "AttributeError", "error": "no attribute 'split'", "absent": False}
-    expect(check(odd), "fail", "AttributeError: no attribute 'split'")
-    expect(check({"stage": "import", "error_type": "ImportError", "error": "x"}), "fail", "does not import")
-    expect(check({"error_type": "timeout", "error": "no answer within 120 s"}), "fail", "no answer within 120 s")
-
-
-def test_a_cuda_command_is_not_held_against_the_cpu_transport(cpu, gpu):
-    def transport_seen(machine, device):
-        check_launch(machine, read_command(f"python -m sglang.launch_server --device {device}".split()))
-        assert machine.child_env["launch"]["HF_HUB_OFFLINE"] == "1"
-        return machine.child_env["launch"].get(USE_REFERENCE)
-
-    probes = {"launch": {**LAUNCH, "device": "cuda", "required": 1}}
-    assert transport_seen(cpu(probes), "cuda") == "0"
-    assert transport_seen(cpu(probes), "cpu") is None
-    assert transport_seen(gpu(probes), "cuda") is None
-
-
 # the whole
 
 
@@ -230,15 +184,6 @@ def test_examine_takes_the_node_count_from_the_command(gpu):
     by_check = {f.check: f for f in examine(machine, launch)}
     expect(by_check["gin"], "fail", "2 nodes")
     expect(by_check["launch"], "ok")
-
-
-def fake_site(root, **modules):
-    """A folder for PYTHONPATH with modules of the given sources."""
-    site = root / "site"
-    site.mkdir(exist_ok=True)
-    for name, source in modules.items():
-        (site / f"{name}.py").write_text(textwrap.dedent(source))
-    return {"HOME": str(root), "PATH": os.environ["PATH"], "PYTHONPATH": str(site)}
 
 
 def test_children_that_crash_hang_or_print_rubbish(tmp_path):
@@ -329,6 +274,36 @@ def test_probe_of_torch_finds_the_mapped_nccl(tmp_path):
     assert reply["nccl_built"] == [2, 29, 3] and reply["nccl"] == 0
 
 
+def test_what_ran_out_of_time_names_the_limit(cpu):
+    late = {"error": "no answer within 120 s", "error_type": "timeout"}
+    probes = {"overlay": late, "torch": late, "deep_ep": late, "launch": late}
+    by_check = {finding.check: finding for finding in examine(cpu(probes))}
+    for check in ("overlay", "torch", "deep_ep", "nccl"):
+        expect(by_check[check], by_check[check].level, "no answer within 120 s")
+        assert by_check[check].fix == "sglang-deepep-v2 doctor --timeout 240"
+    launch = read_command(["sglang", "serve", "m"])
+    assert examine(cpu(probes), launch)[-1].fix == "sglang-deepep-v2 doctor --timeout 240 -- ..."
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_doctor_ends_its_children(tmp_path, number):
+    started = tmp_path / "started"
+    source = f"import os, time\nopen({str(started)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    env = {**os.environ, **fake_site(tmp_path, deep_ep=source)}
+    command = [sys.executable, "-m", "sglang_deepep_v2", "doctor"]
+    child = subprocess.Popen(
+        command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_signals
+    )
+    for _ in range(600):
+        if started.exists() and started.read_text():
+            break
+        time.sleep(0.1)
+    child.send_signal(number)
+    out, err = child.communicate(timeout=30)
+    assert (child.returncode, out, err) == (130, "", "interrupted; every check is ended\n")
+    assert not os.path.exists(f"/proc/{started.read_text()}")
+
+
 def test_importing_the_doctor_is_light():
     code = (
         "import sys, sglang_deepep_v2.doctor; print([m for m in ('torch', 'sglang.srt', 'numpy') if m in sys.modules])"
@@ -361,61 +336,6 @@ def test_command_on_this_machine(tmp_path):
     assert "required=1024, capacity=1023" in found["launch"]["message"]
     assert found["launch"]["fix"] == f"export {CAPACITY}=1024"
     assert "NUM_MAX_DISPATCH_TOKENS_PER_RANK=1023" in found["variables"]["message"]
-
-
-def test_launch_command_without_a_device(tmp_path):
-    """Where no GPU is, SGLang starts a CPU server, and the doctor says what it took the command for."""
-    command = f"python -m sglang.launch_server --model-path {write_config(tmp_path)} --moe-a2a-backend deepep_v2"
-    machine = Machine({**os.environ, CAPACITY: "32"})
-    if machine.has_gpu:
-        pytest.skip("needs a machine without a GPU")
-    words = f"{command} --tp 2 --chunked-prefill-size 64".split()
-    captured = check_launch(machine, read_command(words))
-    expect(captured, "fail", USE_REFERENCE, "as a CPU server, add --device cuda", fix="--disable-cuda-graph")
-    fits = check_launch(machine, read_command([*words, "--disable-cuda-graph"]))
-    expect(fits, "ok", "cpu, tp 2", "up to 32 tokens per rank, capacity 32", "as a CPU server, add --device cuda")
-
-
-def test_launch_command_that_fits(tmp_path):
-    words = f"sglang serve {write_config(tmp_path)} --moe-a2a-backend deepep_v2 --tp 2 --device cuda"
-    launch = read_command([*words.split(), "--chunked-prefill-size", "1000", "--max-prefill-tokens", "1000"])
-    finding = check_launch(Machine({**os.environ, CAPACITY: "500"}), launch)
-    if "needs 2 GPUs" in finding.message:
-        pytest.skip("this machine has one GPU")
-    expect(finding, "ok", "up to 500 tokens per rank, capacity 500")
-
-
-def test_probe_of_a_launch_command_reports_the_stage_it_reached(tmp_path):
-    """SGLang replaced by a few lines, so that each way to fail costs no import of the real one."""
-    package = tmp_path / "site" / "sglang" / "srt"
-    (package / "plugins").mkdir(parents=True)
-    for folder in (package.parent, package):
-        (folder / "__init__.py").write_text("")
-    (package / "plugins" / "__init__.py").write_text("def load_plugins(): ...")
-    source = """
-        import argparse, sys
-        class Args:
-            def resolve_once(self): raise {raised}
-        def prepare_server_args(argv):
-            parser = argparse.ArgumentParser()
-            parser.add_argument("--tp", type=int)
-            parser.parse_args(argv)
-            return Args()
-    """
-
-    def probe(raised, *argv):
-        (package / "server_args.py").write_text(textwrap.dedent(source).format(raised=raised))
-        env = {**fake_site(tmp_path), "SGLANG_OVERLAY": "0"}
-        return Machine(env).probe("launch", *argv)
-
-    reply = probe("ValueError('too big')", "--tp", "8")
-    assert (reply["stage"], reply["error"], reply["absent"]) == ("resolve", "too big", False)
-    assert probe("OSError('no config')")["absent"] is True
-    wrong = probe("ValueError('too big')", "--tpp")
-    assert wrong["stage"] == "parse" and "unrecognized arguments: --tpp" in wrong["error"]
-    (package / "server_args.py").write_text("import nowhere_to_be_found")
-    reply = Machine({**fake_site(tmp_path), "SGLANG_OVERLAY": "0"}).probe("launch")
-    assert reply["stage"] == "import" and reply["error_type"] == "ModuleNotFoundError"
 
 
 def test_lines_and_exit_status(monkeypatch):

@@ -3,29 +3,24 @@
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from sglang_deepep_v2 import overlay, upstream
 from sglang_deepep_v2.ab.servers import free_port
-from sglang_deepep_v2.cli import app
 from sglang_deepep_v2.source_merge import MergeError, merge, without_kind
-from sglang_deepep_v2.upstream import CONCERNS
+from upstream_trees import lay, make_checkout, one_line, tree_file
 
 pytestmark = pytest.mark.loader
 
 TESTS = Path(__file__).parent
 RULES = ("--isolated", "--select=F,I,E4,E7,E9", "--config", 'lint.isort.known-first-party=["sglang"]')
 NAME = "sglang.srt.part"
-
-
-def tree_file(root: Path, module: overlay.TreeModule) -> Path:
-    return root.joinpath("python", *module.name.split(".")).with_suffix(".py")
 
 
 def link_sglang(root: Path) -> None:
@@ -40,10 +35,6 @@ def link_sglang(root: Path) -> None:
         for entry in (installed / folder).iterdir():
             if folder / entry.name not in real and entry.name != "__pycache__":
                 (target / entry.name).symlink_to(entry)
-
-
-def lay(*arguments: object):
-    return CliRunner().invoke(app, ["upstream", *map(str, arguments)], catch_exceptions=False)
 
 
 @pytest.fixture(scope="module")
@@ -165,46 +156,7 @@ def test_it_computes_without_the_loader_what_the_loader_computes(tree):
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    """A checkout that holds only the files of SGLang that the patch reads, beside the folders it writes to."""
-    root = tmp_path / "checkout"
-    for module in overlay.modules().values():
-        target = tree_file(root, module)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if module.kind != "new":
-            target.write_bytes(overlay.base_file(module.name).read_bytes())
-    return root
-
-
-def git(root: Path, *arguments: str) -> str:
-    return subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True, check=True).stdout.strip()
-
-
-def test_a_new_tree_is_a_repository_with_one_commit_per_concern(checkout, tmp_path):
-    root = tmp_path / "new"
-    done = lay("--into", root, "--from", checkout, "--branch", "expand")
-    assert done.exit_code == 0, done.output
-    assert git(root, "branch", "--show-current") == "expand"
-    subjects = git(root, "log", "--reverse", "--format=%s", "base..").splitlines()
-    assert subjects == [concern.message.splitlines()[0] for concern in CONCERNS]
-    changed = git(root, "diff", "--name-only", "base..").splitlines()
-    assert {root / name for name in changed} == {tree_file(root, m) for m in overlay.modules().values()}
-    assert git(root, "status", "--porcelain") == ""
-
-
-def test_a_checkout_keeps_its_history_and_its_changes(checkout):
-    git(checkout, "init", "--quiet", "-b", "main")
-    git(checkout, "add", ".")
-    git(checkout, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "theirs")
-    file = checkout / "python/sglang/srt/environ.py"
-    file.write_text(before := file.read_text() + "\n# theirs\n")
-    refused = lay("--into", checkout)
-    assert refused.exit_code == 1 and "uncommitted changes" in refused.output
-    assert file.read_text() == before and git(checkout, "branch", "--show-current") == "main"
-
-    git(checkout, "checkout", "--quiet", ".")
-    assert lay("--into", checkout).exit_code == 0
-    assert git(checkout, "log", "--format=%s", "main") == "theirs"
-    assert int(git(checkout, "rev-list", "--count", "main..")) == len(CONCERNS)
+    return make_checkout(tmp_path / "checkout")
 
 
 def test_a_moved_sglang_is_marked_or_refused(checkout):
@@ -221,6 +173,12 @@ def test_a_moved_sglang_is_marked_or_refused(checkout):
     assert done.exit_code == 0 and done.output.count("another version") == 1
 
 
+def test_an_sglang_without_a_folder_of_the_patch_is_refused(checkout):
+    shutil.rmtree(checkout / "python/sglang/srt/layers/deep_gemm_wrapper")
+    done = lay("--into", checkout)
+    assert done.exit_code == 1 and "has no folder srt/layers/deep_gemm_wrapper" in one_line(done)
+
+
 def test_without_ruff_the_files_are_merged_all_the_same(checkout, monkeypatch):
     monkeypatch.setattr(upstream, "_ruff", lambda: None)
     done = lay("--into", checkout)
@@ -230,11 +188,6 @@ def test_without_ruff_the_files_are_merged_all_the_same(checkout, monkeypatch):
         compile(merged.read_text(), merged, "exec")
         if module.kind == "new":
             assert merged.read_text() == without_kind(module.file.read_text())
-
-
-def test_a_folder_of_something_else_is_refused(tmp_path):
-    (tmp_path / "notes.txt").touch()
-    assert "neither empty nor an SGLang checkout" in lay("--into", tmp_path).output.replace("\n", " ")
 
 
 BASE = '''"""Theirs."""

@@ -7,9 +7,12 @@ itself is a finding like any other. Importing this package imports neither torch
 import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Annotated
 
 import typer
+
+from sglang_deepep_v2.ab.servers import interrupt_on_sigterm
 
 from . import hardware, settings, software
 from .launch import check_launch, read_command
@@ -21,7 +24,7 @@ _COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer
 
 
 def examine(machine: Machine, launch: Launch | None = None) -> list[Finding]:
-    """All findings, in the report's order. Never raises: a check's own exception is a finding too.
+    """All findings, in the report's order. A check's own exception is a finding too; only KeyboardInterrupt is raised.
 
     machine  what is examined; its environment should already hold the launch command's assignments
     launch   a launch command taken apart by read_command, or None
@@ -38,7 +41,15 @@ def examine(machine: Machine, launch: Launch | None = None) -> list[Finding]:
         # The children are the slow part, so they start first and at once.
         for name in ("torch", "deep_ep", "deep_gemm", "overlay"):
             pool.submit(machine.probe, name)
-        return [finding for found in pool.map(_guarded, checks) for finding in found]
+        try:
+            findings = [finding for found in pool.map(_guarded, checks) for finding in found]
+        except KeyboardInterrupt:
+            # The pool's end waits for them, and they do not get the terminal's Ctrl-C.
+            machine.stop()
+            raise
+    # Whatever was not waited for, no other remedy is known to help.
+    words = f"sglang-deepep-v2 doctor --timeout {max(120, 2 * machine.timeout_s):g}" + (" -- ..." if launch else "")
+    return [replace(finding, fix=words) if machine.late in finding.message else finding for finding in findings]
 
 
 def _guarded(check: Callable[[], Finding | Iterable[Finding]]) -> list[Finding]:
@@ -85,7 +96,12 @@ def doctor(
     machine = Machine(timeout_s=timeout)
     if launch:
         machine.env.update(launch.env)
-    findings = examine(machine, launch)
+    try:
+        with interrupt_on_sigterm():
+            findings = examine(machine, launch)
+    except KeyboardInterrupt:
+        typer.echo("interrupted; every check is ended", err=True)
+        raise typer.Exit(130) from None
     counts = {level: sum(f.level == level for f in findings) for level in ("ok", "warn", "fail")}
     if as_json:
         report = {"ok": not counts["fail"], "counts": counts, "findings": [f.as_dict() for f in findings]}

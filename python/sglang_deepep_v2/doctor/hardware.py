@@ -2,6 +2,8 @@
 
 import itertools
 import re
+from collections import Counter
+from collections.abc import Iterable
 
 from .machine import REFERENCE, Finding, Machine
 
@@ -13,29 +15,37 @@ def check_gpu(machine: Machine) -> Finding:
     if not machine.has_gpu:
         return Finding("gpu", "warn", f"no NVIDIA GPU: {REFERENCE}")
     seen = _devices(machine)
-    text = ", ".join(f"{count} x {name} (sm_{major}{minor})" for (name, (major, minor)), count in seen.items())
-    capabilities = {capability for _, capability in seen}
+    counts = Counter((name, capability) for _, name, capability in seen)
+    text = ", ".join(f"{count} x {name} (sm_{major}{minor})" for (name, (major, minor)), count in counts.items())
+    capabilities = Counter(capability for *_, capability in seen)
     if len(capabilities) > 1:
-        fix = "export CUDA_VISIBLE_DEVICES=<GPUs of one kind>"
+        kept = max(capabilities, key=lambda capability: (capability == VALIDATED, capabilities[capability]))
+        fix = _visible(index for index, _, capability in seen if capability == kept)
         return Finding("gpu", "fail", f"{text}: one expert-parallel group needs one architecture", fix)
     (capability,) = capabilities
     if capability < VALIDATED:
         return Finding("gpu", "fail", f"{text}: DeepGEMM needs sm_90", "use --moe-a2a-backend none on this GPU")
     if capability != VALIDATED:
-        fix = "export SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND=0 takes the non-expanded prefill"
-        return Finding("gpu", "warn", f"{text}: not validated, expanded prefill was measured on sm_90 only", fix)
+        problem = (
+            f"{text}: not validated, expanded prefill was measured on sm_90 only; the remedy takes the non-expanded"
+        )
+        return Finding("gpu", "warn", problem, "export SGLANG_DEEPEP_V2_ENABLE_PREFILL_EXPAND=0")
     return Finding("gpu", "ok", text)
 
 
-def _devices(machine: Machine) -> dict[tuple[str, tuple[int, int]], int]:
-    """(name, capability) -> number of GPUs; torch answers where nvidia-smi does not know the capability."""
-    pairs = [(gpu.name, gpu.capability) for gpu in machine.gpus]
-    if not pairs or any(capability is None for _, capability in pairs):
+def _visible(indices: Iterable[int]) -> str:
+    return f"export CUDA_VISIBLE_DEVICES={','.join(map(str, indices))}"
+
+
+def _devices(machine: Machine) -> list[tuple[int, str, tuple[int, int]]]:
+    """(index, name, capability) of each GPU; torch answers where nvidia-smi does not know the capability."""
+    found = [(gpu.index, gpu.name, gpu.capability) for gpu in machine.gpus]
+    if not found or any(capability is None for *_, capability in found):
         devices = machine.probe("torch").get("devices") or []
-        pairs = [(device["name"], tuple(device["capability"])) for device in devices]
-    if not pairs:
+        found = [(index, device["name"], tuple(device["capability"])) for index, device in enumerate(devices)]
+    if not found:
         raise RuntimeError("neither nvidia-smi nor torch names the GPU's compute capability")
-    return {pair: pairs.count(pair) for pair in dict.fromkeys(pairs)}
+    return found
 
 
 def check_nvlink(machine: Machine) -> Finding:
@@ -57,8 +67,12 @@ def check_nvlink(machine: Machine) -> Finding:
         )
     without = [f"GPU{a}-GPU{b} {links[a, b]}" for a, b in pairs if not links[a, b].startswith("NV")]
     if without:
-        fix = "export CUDA_VISIBLE_DEVICES=<GPUs that share NVLink>"
-        return Finding("nvlink", "fail", f"no NVLink: {', '.join(without)}; direct mode needs it between all", fix)
+        joined: list[int] = []
+        for gpu in machine.gpus:
+            if all(links[other, gpu.index].startswith("NV") for other in joined):
+                joined.append(gpu.index)
+        problem = f"no NVLink: {', '.join(without)}; direct mode needs it between all"
+        return Finding("nvlink", "fail", problem, _visible(joined))
     kinds = "/".join(sorted({links[pair] for pair in pairs}))
     return Finding("nvlink", "ok", f"{len(pairs)} pair(s) of {count} GPUs, {kinds}")
 
@@ -90,8 +104,8 @@ def check_gin(machine: Machine, nnodes: int = 1) -> Finding:
         problem = f"EP_DISABLE_GIN={setting}, but {nnodes} nodes need it"
         return machine.unavailable("gin", problem, "unset EP_DISABLE_GIN")
     if nnodes > 1 and not active:
-        problem = f"{nnodes} nodes, but no active RDMA port here ({_listed(nics)})"
-        return machine.unavailable("gin", problem, "ibv_devinfo (the port state must be PORT_ACTIVE)")
+        problem = f"{nnodes} nodes, but no active RDMA port here ({_listed(nics)}): none is PORT_ACTIVE"
+        return machine.unavailable("gin", problem, "ibv_devinfo")
     if disabled:
         return Finding("gin", "ok", f"off by EP_DISABLE_GIN={setting}; one node runs over NVLink")
     if not active and setting == "0":
@@ -107,7 +121,7 @@ def check_gin(machine: Machine, nnodes: int = 1) -> Finding:
     chosen = f"NCCL_GIN_TYPE={kind}" if kind else "NCCL chooses the type"
     down = len(nics) - len(active)
     if down:
-        return Finding("gin", "warn", f"{chosen}; {_listed(nics)}", "ibv_devinfo (the port state must be PORT_ACTIVE)")
+        return Finding("gin", "warn", f"{chosen}; {_listed(nics)}; a port that serves is PORT_ACTIVE", "ibv_devinfo")
     return Finding("gin", "ok", f"{chosen}; {_listed(nics)}")
 
 

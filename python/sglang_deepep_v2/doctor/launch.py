@@ -1,11 +1,13 @@
 """Check of a launch command: SGLang's own parsing and resolution, token budget included."""
 
 import re
+import shlex
 from collections.abc import Sequence
 
 from .machine import USE_REFERENCE, Finding, Launch, Machine
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_LIMIT = "SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES"
 _CAPACITY = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 
 
@@ -58,6 +60,12 @@ def check_launch(machine: Machine, launch: Launch) -> Finding:
     where = f"{reply['device']}, tp {reply['tp']}, {reply['nnodes']} node(s), {reply['mode']}"
     if reply["device"] == "cuda" and not machine.has_gpu:
         note = "; no GPU is here"
+    bytes_ = reply.get("sync_free")
+    if bytes_ and bytes_["needed"] is None:
+        note += f"; {_LIMIT}={bytes_['limit']} was not checked: the model's config does not name its widths"
+    elif bytes_ and bytes_["needed"] > bytes_["limit"]:
+        problem = f"sync-free prefill needs {bytes_['needed']} bytes per layer ({bytes_['rows']} rows), {_LIMIT} allows"
+        return Finding("launch", "fail", f"{problem} {bytes_['limit']}", f"export {_LIMIT}={bytes_['needed']}")
     if "required" not in reply:
         return Finding("launch", "ok", f"{where}, decode role, capacity {reply['capacity']} tokens per rank{note}")
     budget = f"a prefill dispatches up to {reply['required']} tokens per rank, capacity {reply['capacity']}"
@@ -68,12 +76,15 @@ def _refused(reply: dict, note: str) -> Finding:
     kind, text, stage = reply["error_type"], reply["error"], reply.get("stage", "start")
     if stage == "parse":
         return Finding("launch", "fail", text, "python -m sglang.launch_server --help")
+    if stage == "given":
+        return Finding("launch", "fail", text)
     if stage == "import":
         return Finding("launch", "fail", f"SGLang does not import: {kind}: {text}", "pip install sglang")
     if stage == "start":
         return Finding("launch", "fail", f"the command could not be examined: {kind}: {text}")
     if reply.get("absent"):
-        return Finding("launch", "warn", f"only parsed, the model is not on this machine: {text}")
+        problem = f"capacity was not checked, the config of {reply['model']} is not on this machine: {text}"
+        return Finding("launch", "warn", problem, f"hf download {shlex.quote(reply['model'])} config.json")
     # SGLang's refusals are ValueErrors and bare assertions; anything else is named by its class as well.
     said = text if kind in ("ValueError", "AssertionError") else f"{kind}: {text}"
     return Finding("launch", "fail", f"{said.rstrip('.')}{note}" if note else said, _fix(text))
@@ -85,4 +96,4 @@ def _fix(text: str) -> str | None:
     if required and _CAPACITY in text:
         return f"export {_CAPACITY}={required[1]}"
     passed = re.search(r"[Pp]ass (--deepep-v2-mode \w+|--disable-cuda-graph\b)", text)
-    return passed and passed[1]
+    return passed and f"add {passed[1]}"

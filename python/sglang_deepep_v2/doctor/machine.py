@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -74,6 +75,8 @@ class Machine:
         self._memory: dict[Any, Any] = {}
         self._locks: dict[Any, threading.Lock] = {}
         self._lock = threading.Lock()
+        self._children: set[subprocess.Popen] = set()
+        self._stopped = False
 
     def run(
         self, argv: Sequence[str], timeout_s: float | None = None, env: Mapping[str, str] | None = None
@@ -92,13 +95,25 @@ class Machine:
             )
         except OSError as error:
             return Completed(127, "", str(error))
+        self._children.add(child)
         try:
+            if self._stopped:
+                os.killpg(child.pid, signal.SIGKILL)
             out, err = child.communicate(timeout=timeout_s or self.timeout_s)
             return Completed(child.returncode, out, err)
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)
             out, err = child.communicate()
             return Completed(None, out, err)
+        finally:
+            self._children.discard(child)
+
+    def stop(self) -> None:
+        """Ends every child, those included that other threads start from now on."""
+        self._stopped = True
+        for child in list(self._children):
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
 
     def which(self, name: str) -> str | None:
         """The command's path on this environment's PATH, None without one."""
@@ -119,7 +134,7 @@ class Machine:
         if lines:
             return json.loads(lines[-1].removeprefix(_MARK))
         if done.code is None:
-            return {"error": f"no answer within {self.timeout_s:g} s", "error_type": "timeout"}
+            return {"error": self.late, "error_type": "timeout"}
         tail = done.err.strip().splitlines()[-1:] or ["no message"]
         if done.code < 0:
             name = signal.Signals(-done.code).name
@@ -134,6 +149,11 @@ class Machine:
             if key not in self._memory:
                 self._memory[key] = compute()
             return self._memory[key]
+
+    @property
+    def late(self) -> str:
+        """What is said of a child that was killed at the limit."""
+        return f"no answer within {self.timeout_s:g} s"
 
     @property
     def gpus(self) -> list[Gpu]:

@@ -162,6 +162,8 @@ def launch(*argv):
         reply["stage"] = "parse"
         with contextlib.redirect_stderr(errors):
             args = prepare_server_args(list(argv))
+        reply.update(stage="given", model=args.model_path)
+        _check_given(args)
         reply["stage"] = "resolve"
         args.resolve_once()
         reply.update(_resolved(args), stage="done")
@@ -170,9 +172,33 @@ def launch(*argv):
         reply.update(error=_first(lines[-1] if lines else f"exit status {stop.code}"), error_type="SystemExit")
     except Exception as error:
         reply.update(error=_first(error, 2000) or type(error).__name__, error_type=type(error).__name__)
-        # Hugging Face's "not in the cache, and offline" errors are OSErrors.
-        reply["absent"] = isinstance(error, OSError)
+        # Hugging Face's "not in the cache, and offline" errors are OSErrors; so is a local config that is no JSON.
+        reply["absent"] = isinstance(error, OSError) and not os.path.exists(reply.get("model", ""))
     return reply
+
+
+_COUNTS = (
+    "tp_size", "pp_size", "dp_size", "ep_size", "attn_dp_size", "attn_cp_size", "nnodes", "page_size",
+    "context_length", "max_prefill_tokens", "max_total_tokens", "max_running_requests",
+)  # fmt: skip
+
+
+def _check_given(args):
+    """Refuses in words what SGLang takes as it is, or fails on without naming it."""
+    import re
+
+    for name in _COUNTS:
+        value = getattr(args, name, None)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} is below 1")
+    if args.node_rank not in range(args.nnodes):
+        raise ValueError(
+            f"--node-rank {args.node_rank} is not between 0 and {args.nnodes - 1} (--nnodes {args.nnodes})"
+        )
+    model = args.model_path
+    named = re.fullmatch(r"[\w-][\w.-]*(/[\w.:@-]+)?", model) or "://" in model
+    if not named and not os.path.exists(model):
+        raise ValueError(f"--model-path {model}: there is no such file or folder")
 
 
 def _resolved(args):
@@ -195,7 +221,40 @@ def _resolved(args):
         reply["capacity"] = envs.SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK.get()
         if reply["role"] != "decode":
             reply["required"] = moe_hook.required_deepep_v2_prefill_tokens_per_rank(args)
+            reply["sync_free"] = _sync_free(args, view, reply["capacity"])
     return reply
+
+
+def _sync_free(args, view, capacity):
+    """Bytes per layer that prefill without a host sync needs, against the limit; None where no limit is asked for."""
+    from sglang.srt.arg_groups import moe_hook
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.environ import envs
+
+    switches = ("ENABLE_SYNC_FREE_PREFILL", "ENABLE_PSUM_PIPELINE", "ENABLE_PREFILL_EXPAND")
+    limit = envs.SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES.get()
+    if limit is None or not all(getattr(envs, f"SGLANG_DEEPEP_V2_{name}").get() for name in switches):
+        return None
+    from sglang.srt.layers.moe.token_dispatcher import sync_free
+
+    model = model_config_of(args)
+
+    def first(*names):
+        values = (getattr(model.hf_text_config, name, None) for name in names)
+        return next((value for value in values if isinstance(value, int)), None)
+
+    hidden = first("routed_expert_hidden_size", "hidden_size")
+    width = first("moe_intermediate_size", "intermediate_size")
+    topk, experts = first("num_experts_per_tok"), first(*moe_hook._NUM_EXPERTS_FIELDS)
+    if None in (hidden, width, topk, experts):
+        return {"limit": limit, "needed": None}
+    local = (experts + view.ep_num_redundant_experts) // view.ep_size
+    rows = sync_free.capacity_rows(view.tp_size, capacity, topk, local, 128)
+    return {
+        "limit": limit,
+        "needed": sync_free.layer_bytes(rows, hidden, width, bool(model.quantization)),
+        "rows": rows,
+    }
 
 
 def main(name, *args):

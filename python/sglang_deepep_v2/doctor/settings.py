@@ -4,6 +4,7 @@ import ast
 import difflib
 import os
 import re
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -52,10 +53,11 @@ def check_variables(machine: Machine) -> Finding:
     if bad:
         problems, fixes = zip(*bad, strict=True)
         return Finding("variables", "fail", "; ".join(problems), "; ".join(fixes))
-    doubts = [text for name, text in _DOUBTS.items() if (name, machine.env.get(name)) in _DOUBTFUL]
+    doubts = {name: text for name, text in _DOUBTS.items() if machine.env.get(name) == "1"}
+    if _LIMIT in machine.env and not machine.flag(_SYNC_FREE):
+        doubts[_LIMIT] = f"{_LIMIT}={machine.env[_LIMIT]} has no effect without {_SYNC_FREE}=1"
     if doubts:
-        unset = " ".join(name for name in _DOUBTS if (name, machine.env.get(name)) in _DOUBTFUL)
-        return Finding("variables", "warn", "; ".join(doubts), f"unset {unset}")
+        return Finding("variables", "warn", "; ".join(doubts.values()), f"unset {' '.join(doubts)}")
     used = [f"{name.removeprefix(PREFIX)}={machine.env[name]}" for name in sorted(known) if name in machine.env]
     return Finding("variables", "ok", f"{PREFIX}*: {', '.join(used) or 'all at their defaults'}")
 
@@ -64,7 +66,7 @@ _DOUBTS = {
     "EP_REUSE_NCCL_COMM": "EP_REUSE_NCCL_COMM=1 needs a device-bound process group, SGLang's is not",
     "EP_SUPPRESS_NCCL_CHECK": "EP_SUPPRESS_NCCL_CHECK=1 hides a wrong NCCL until it corrupts or hangs",
 }
-_DOUBTFUL = {(name, "1") for name in _DOUBTS}
+_LIMIT, _SYNC_FREE = f"{PREFIX}SYNC_FREE_MAX_BYTES", f"{PREFIX}ENABLE_SYNC_FREE_PREFILL"
 
 
 def _misuse(name: str, value: str, declared: dict[str, str], known: dict[str, str]) -> tuple[str, str] | None:
@@ -80,7 +82,7 @@ def _misuse(name: str, value: str, declared: dict[str, str], known: dict[str, st
         return f"{name} is read by nothing", f"unset {name}"
     return (
         f"{name} is read by nothing; the nearest name is {near[0]}",
-        f"unset {name}; export {near[0]}={value}",
+        f"unset {name}; export {near[0]}={shlex.quote(value)}",
     )
 
 
@@ -93,7 +95,8 @@ def _meant(name: str, known: dict[str, str]) -> bool:
 
 def _bad_value(name: str, value: str, kind: str) -> tuple[str, str] | None:
     if kind == "EnvBool" and value.lower() not in _BOOLEANS:
-        return f"{name}={value!r} is not a boolean: the default is used instead", f"export {name}=1 (or 0)"
+        problem = f"{name}={value!r} is not a boolean (1 is on, 0 off): the default is used instead"
+        return problem, f"export {name}={int(value.lower() != 'off')}"
     if kind != "EnvInt":
         return None
     try:
@@ -122,7 +125,7 @@ def check_caches(machine: Machine) -> list[Finding]:
     other, used = env.get("DG_JIT_CACHE_DIR"), env.get("SGLANG_DG_CACHE_DIR") or str(base / "deep_gemm")
     if other and other != used and found[0].level == "ok":
         problem = f"DG_JIT_CACHE_DIR={other} is overwritten by SGLang; {used} is used"
-        found[0] = Finding(found[0].check, "warn", problem, f"export SGLANG_DG_CACHE_DIR={other}")
+        found[0] = Finding(found[0].check, "warn", problem, f"export SGLANG_DG_CACHE_DIR={shlex.quote(other)}")
     return found
 
 

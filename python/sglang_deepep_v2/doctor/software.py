@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from pathlib import Path
 
 from .machine import USE_REFERENCE, Finding, Machine
@@ -22,7 +23,7 @@ def check_overlay(machine: Machine) -> Finding:
             "overlay",
             "fail",
             "the loader is not in a new interpreter, so servers run SGLang without the patch",
-            f"{machine.python} -m pip install --force-reinstall --no-deps sglang-deepep-v2",
+            f"{shlex.quote(machine.python)} -m pip install --force-reinstall --no-deps sglang-deepep-v2",
         )
     problem = reply.get("error") or reply.get("problem")
     if problem:
@@ -64,8 +65,9 @@ def check_deep_ep(machine: Machine) -> Finding:
         return machine.unavailable("deep_ep", "deep_ep is not installed", _DEEP_EP)
     package = reply.get("package", "deep_ep")
     if "error" in reply:
-        problem = f"import {package}: {reply['error_type']}: {reply['error']}"
-        return machine.unavailable("deep_ep", problem, _deep_ep_fix(machine, reply["error"], package))
+        hint, fix = _deep_ep_fix(machine, reply["error"], package)
+        problem = f"import {package}: {reply['error_type']}: {reply['error']}{hint}"
+        return machine.unavailable("deep_ep", problem, fix)
     wheel = "".join(f" ({name} {version})" for name, version in reply["wheels"].items())
     if reply["buffer"] is None:
         problem = f"{package} {reply['version']}{wheel} has no ElasticBuffer: it is DeepEP V1"
@@ -74,28 +76,28 @@ def check_deep_ep(machine: Machine) -> Finding:
     return Finding("deep_ep", "ok", f"{package} {reply['version']}{wheel}, {reply['buffer']}{passed_over}")
 
 
-def _deep_ep_fix(machine: Machine, error: str, package: str) -> str:
-    """The command for one of the import-time refusals of ``deep_ep`` or ``deep_ep_v25``."""
+def _deep_ep_fix(machine: Machine, error: str, package: str) -> tuple[str, str]:
+    """What to add to one of the import-time refusals of ``deep_ep`` or ``deep_ep_v25``, and its remedy."""
     cuda = (machine.probe("torch").get("cuda") or "13").partition(".")[0]
     if "Duplicate NCCL" in error:
-        return "keep one libnccl.so: unset LD_PRELOAD and LD_LIBRARY_PATH entries that name the other one"
+        return "", "keep one libnccl.so: unset LD_PRELOAD and LD_LIBRARY_PATH entries that name the other one"
     if "NCCL" in error or "nccl" in error:
         version = "2.32.3" if package == "deep_ep_v25" else "2.30.7"
-        return f"pip install --force-reinstall --no-deps nvidia-nccl-cu{cuda}=={version}"
+        return "", f"pip install --force-reinstall --no-deps nvidia-nccl-cu{cuda}=={version}"
     if "does not provide CUDA" in error or "requires CUDA" in error:
-        return "install a torch and an sgl-deep-ep of the same CUDA major version"
+        return "", "install a torch and an sgl-deep-ep of the same CUDA major version"
     if "driver" in error:
-        return "nvidia-smi (the driver must show a device; in a container, start it with --gpus all)"
+        return "; the driver must show a device, a container needs --gpus all", "nvidia-smi"
     if "undefined symbol" in error or "cannot open shared object" in error:
-        return f"{_DEEP_EP} (it must match the torch it was built for: see its Requires-Dist)"
-    return _DEEP_EP
+        return "; torch must be the one that DeepEP was built for, see its Requires-Dist", _DEEP_EP
+    return "", _DEEP_EP
 
 
 def check_nccl(machine: Machine) -> Finding:
     """The NCCL this process maps, which need not be the one torch was built with."""
     reply = machine.probe("torch")
     if "error" in reply:
-        return Finding("nccl", "warn", "not examined: torch does not import")
+        return Finding("nccl", "warn", f"not examined: torch does not import: {reply['error']}")
     files = list(dict.fromkeys([*reply["nccl_files"], *machine.probe("deep_ep").get("nccl_files", [])]))
     if not files:
         if machine.needs_gpu_stack:
@@ -143,7 +145,7 @@ def check_deep_gemm(machine: Machine) -> Finding:
     if alignment is not None and EXPERT_ALIGNMENT % alignment:
         problem = f"{seen} aligns rows to {alignment}, which does not divide expert_alignment {EXPERT_ALIGNMENT}"
         return machine.unavailable(
-            "deep_gemm", problem, f"deep_gemm.set_mk_alignment_for_contiguous_layout({EXPERT_ALIGNMENT})"
+            "deep_gemm", problem, f"call deep_gemm.set_mk_alignment_for_contiguous_layout with {EXPERT_ALIGNMENT}"
         )
     if alignment != EXPERT_ALIGNMENT:
         known = "an unknown alignment" if alignment is None else f"alignment {alignment}"
