@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from child_signals import heed_signals
-from sglang_deepep_v2.ab import command, servers, session
+from sglang_deepep_v2 import provenance
+from sglang_deepep_v2.ab import command, fingerprint, servers, session
 from sglang_deepep_v2.ab.paths import PATHS
 from sglang_deepep_v2.ab.probe import make_prompts
 from sglang_deepep_v2.ab.servers import Fleet, ServerFailed, ServeSettings
@@ -126,6 +127,47 @@ def test_resume_keeps_equal_questions_only(fake_servers, monkeypatch):
     monkeypatch.delenv("FAKE_DROP")
     retried = run(fake_servers, "psum", resume=True)["psum"]
     assert retried.error is None and not retried.resumed
+
+
+@pytest.mark.parametrize("what", ["sources", "versions"])
+def test_resume_measures_again_with_another_patch_or_other_versions(fake_servers, monkeypatch, what):
+    run(fake_servers, "psum")
+    if what == "sources":
+        monkeypatch.setattr(fingerprint, "sources", lambda: "another patch")
+    else:
+        machine = provenance.machine() | {"versions": provenance.machine()["versions"] | {"sglang": "0.0.1"}}
+        monkeypatch.setattr(fingerprint, "machine", lambda: machine)
+    assert not run(fake_servers, "psum", resume=True)["psum"].resumed
+    assert run(fake_servers, "psum", resume=True)["psum"].resumed
+
+
+def test_resumed_rows_keep_the_commit_and_date_of_their_measurement(fake_servers, monkeypatch):
+    def stamp(commit, date):
+        monkeypatch.setattr(session, "stamp", lambda: provenance.machine() | {"commit": commit, "date": date})
+
+    rows = Path("runs/qwen3-moe-fp8.agreement.jsonl")
+    stamp("first", "2026-01-01T00:00:00+00:00")
+    assert ab().exit_code == 0
+    before = rows.read_text()
+    stamp("second", "2026-01-02T00:00:00+00:00")
+    assert ab("--resume").exit_code == 0
+    assert rows.read_text() == before and '"first"' in before
+    assert ab().exit_code == 0
+    assert '"second"' in rows.read_text()
+
+
+def test_the_hash_of_the_patch_covers_its_tree_and_this_package(monkeypatch, tmp_path):
+    (tmp_path / "sglang/srt").mkdir(parents=True)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/provenance.py").touch()
+    monkeypatch.setattr(provenance.overlay, "TREE", tmp_path)
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "package/provenance.py"))
+    seen = {provenance.sources.__wrapped__()}
+    for file in ("sglang/srt/a.py", "sglang/srt/b.py", "package/c.py"):
+        for text in ("x = 1\n", "x = 2\n"):
+            (tmp_path / file).write_text(text)
+            seen.add(provenance.sources.__wrapped__())
+    assert len(seen) == 7
 
 
 def test_each_path_gets_its_own_environment(monkeypatch):

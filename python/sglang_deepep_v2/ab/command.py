@@ -22,7 +22,6 @@ from sglang_deepep_v2.ab.reference import supports
 from sglang_deepep_v2.ab.servers import Fleet, Server, ServerFailed, ServeSettings, interrupt_on_sigterm
 from sglang_deepep_v2.ab.session import REFERENCE, Job, Kept, run_all
 from sglang_deepep_v2.ab.throughput import ThroughputPlan, measure_throughput, summarize
-from sglang_deepep_v2.provenance import stamp
 
 if TYPE_CHECKING:
     from sglang_deepep_v2.ab.checkpoints import CheckpointSpec
@@ -411,7 +410,7 @@ def _write_agreement(options: _Options, checkpoint: Checkpoint, verdicts: list[r
             "server_args": shlex.join(options.extra_args),
             **{name: getattr(verdict.comparison, name) for name in _AGREEMENT},
             "passed": verdict.passed,
-            **stamp(),
+            **verdict.result.stamp,
         }
         for verdict in verdicts
         if verdict.comparison is not None
@@ -436,7 +435,7 @@ def _write_accuracy(options: _Options, checkpoint: Checkpoint, verdicts: list[re
                 "logprob_diff_p50": compared.median if compared else 0.0,
                 "logprob_diff_p99": compared.p99 if compared else 0.0,
                 "ep": options.tp,
-                **stamp(),
+                **verdict.result.stamp,
             }
         )
     file = options.out / f"{checkpoint.name}.accuracy.jsonl"
@@ -469,7 +468,7 @@ def _measure(
             measure_throughput(plan, paths, update)
     finally:
         # An interrupted run has measured something too.
-        rows = [row | stamp() for row in summarize(plan.read_rows(), plan.model, options.tp)]
+        rows = summarize(plan.read_rows(), plan.model, options.tp)
         if rows:
             file = options.out / f"{checkpoint.name}.server.jsonl"
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from sglang_deepep_v2.ab.fingerprint import fingerprint
 from sglang_deepep_v2.ab.paths import ServePath
 from sglang_deepep_v2.ab.probe import Probe, load_probes, probe_server, save_probes
 from sglang_deepep_v2.ab.servers import (
@@ -26,6 +26,7 @@ from sglang_deepep_v2.ab.servers import (
     launch_environment,
     read_prefill_lines,
 )
+from sglang_deepep_v2.provenance import stamp
 
 REFERENCE = "transformers"
 _PROBE_TIMEOUT_S = 1200.0
@@ -46,6 +47,7 @@ class PathResult:
         start_s, probe_s: seconds until the server answered, and for all prompts.
         log: the server's log.
         accuracy: the evaluation's numbers, when one was asked for.
+        stamp: the machine, versions, commit and date of the measurement.
         probes: the answers, kept in a file of their own.
     """
 
@@ -58,6 +60,7 @@ class PathResult:
     log: str = ""
     accuracy: dict | None = None
     resumed: bool = False
+    stamp: dict = field(default_factory=dict)
     probes: list[Probe] = field(default_factory=list, repr=False)
 
     @property
@@ -110,15 +113,10 @@ class Job:
 
     def fingerprint(self, path: ServePath | None) -> str:
         """Changes with anything that may change the answer of a path."""
-        question = [asdict(self.settings), list(map(list, self.prompts)), self.new_tokens, self.evaluation]
-        environment = {}
-        if path is not None:
-            question += [asdict(path)]
-            environment = {k: v for k, v in launch_environment(path, self.settings).items() if k.startswith("SGLANG_")}
-        # A generated checkpoint says what it was generated from.
-        stamp = Path(self.settings.model) / "generated.json"
-        question += [environment, stamp.read_text() if stamp.is_file() else ""]
-        return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
+        served = asdict(path) if path is not None else None
+        environment = launch_environment(path, self.settings) if path is not None else {}
+        question = (served, list(map(list, self.prompts)), self.new_tokens, self.evaluation)
+        return fingerprint(self.settings, environment, *question)
 
 
 def run_path(job: Job, path: ServePath, report: Report) -> PathResult:
@@ -206,6 +204,7 @@ def run_all(
 
 
 def _keep(job: Job, result: PathResult, path: ServePath | None) -> None:
+    result.stamp = stamp()
     if result.error is not None:
         job.file(result.path, ".json").unlink(missing_ok=True)
         return
