@@ -148,6 +148,15 @@ def test_an_interrupted_measurement_resumes_where_it_stopped(fake_servers, monke
     measured.clear()
     rows = measure_throughput(make_plan(fake_servers, rounds=1, resume=True), paths, lambda *_: None)
     assert measured == [("psum", 32)] and len(rows) == 4
+    # A line that an interruption cut is measured again, and does not spoil the next.
+    measured.clear()
+    plan, said = make_plan(fake_servers, rounds=1, resume=True), []
+    plan.raw_file.write_text(plan.raw_file.read_text()[:-20])
+    assert len(measure_throughput(plan, paths, lambda *what: said.append(what))) == 4
+    assert (
+        len(measured) == 1 and ("throughput", f"1 damaged line(s) dropped from {plan.raw_file}: measured again") in said
+    )
+    assert len(plan.read_rows()) == 4
     # Measurements under other settings are not taken over.
     measured.clear()
     with pytest.raises(KeyboardInterrupt):

@@ -121,7 +121,7 @@ class Job:
 
 def run_path(job: Job, path: ServePath, report: Report) -> PathResult:
     """Serve, probe and stop one path; a failure becomes the result's `error`."""
-    if (kept := _resumed(job, path.name, path)) is not None:
+    if (kept := resumed(job, path.name, path, report)) is not None:
         report(path.name, "kept from the earlier run")
         return kept
     log = job.file(path.name, ".log")
@@ -153,7 +153,7 @@ def run_path(job: Job, path: ServePath, report: Report) -> PathResult:
 
 def run_reference(job: Job, report: Report) -> PathResult:
     """The transformers oracle, in a process of its own."""
-    if (kept := _resumed(job, REFERENCE, None)) is not None:
+    if (kept := resumed(job, REFERENCE, None, report)) is not None:
         report(REFERENCE, "kept from the earlier run")
         return kept
     log, answers, prompts = (job.file(REFERENCE, suffix) for suffix in (".log", ".probes.json", ".prompts.json"))
@@ -215,13 +215,20 @@ def _keep(job: Job, result: PathResult, path: ServePath | None) -> None:
     scratch.replace(job.file(result.path, ".json"))
 
 
-def _resumed(job: Job, name: str, path: ServePath | None) -> PathResult | None:
+def resumed(
+    job: Job, name: str, path: ServePath | None, report: Report = lambda path, status: None
+) -> PathResult | None:
+    """The earlier run's result; None without one, with another question, or with damaged files, which is reported."""
     file = job.file(name, ".json")
     if not job.resume or not file.is_file():
         return None
-    record = json.loads(file.read_text())
-    if record["fingerprint"] != job.fingerprint(path):
+    try:
+        record = json.loads(file.read_text())
+        if record["fingerprint"] != job.fingerprint(path):
+            return None
+        fields = record["result"] | {"resumed": True}
+        fields["lines"] = [PrefillLine(**line) for line in fields["lines"]]
+        return PathResult(**fields, probes=load_probes(job.file(name, ".probes.json")))
+    except (ValueError, KeyError, TypeError, OSError) as exc:
+        report(name, f"not kept, {file} or its .probes.json is damaged ({type(exc).__name__}): measured again")
         return None
-    fields = record["result"] | {"resumed": True}
-    fields["lines"] = [PrefillLine(**line) for line in fields["lines"]]
-    return PathResult(**fields, probes=load_probes(job.file(name, ".probes.json")))

@@ -29,6 +29,7 @@ from sglang_deepep_v2.provenance import stamp
 _WARMUP_PROMPTS = 2
 _MIN_PROMPTS = 4
 _TIMEOUT_S = 1800.0
+_ROW = ("path", "prompt_len", "round", "input_tok_s", "settings", "stamp")
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,25 @@ class ThroughputPlan:
 
     def read_rows(self) -> list[dict]:
         """The single measurements on disk that were taken with this plan's settings."""
-        lines = self.raw_file.read_text().splitlines() if self.raw_file.is_file() else []
-        return [row for row in map(json.loads, lines) if row["settings"] == self.fingerprint()]
+        return [row for row in self._rows()[0] if row["settings"] == self.fingerprint()]
+
+    def drop_damaged_rows(self) -> int:
+        """Rewrite the file without the lines that an interruption cut; how many there were."""
+        rows, damaged = self._rows()
+        if damaged:
+            self.raw_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return damaged
+
+    def _rows(self) -> tuple[list[dict], int]:
+        """The whole rows on disk, and the number of damaged lines."""
+        rows, damaged = [], 0
+        for line in self.raw_file.read_bytes().splitlines() if self.raw_file.is_file() else []:
+            try:
+                row = json.loads(line)
+                rows.append({name: row[name] for name in _ROW})
+            except (ValueError, KeyError, TypeError):
+                damaged += 1
+        return rows, damaged
 
     def fingerprint(self) -> str:
         """Changes with anything that makes two measurements incomparable."""
@@ -83,6 +101,8 @@ def measure_throughput(plan: ThroughputPlan, paths: Sequence[ServePath], report:
     plan.out.mkdir(parents=True, exist_ok=True)
     if not plan.resume:
         plan.raw_file.unlink(missing_ok=True)
+    elif damaged := plan.drop_damaged_rows():
+        report("throughput", f"{damaged} damaged line(s) dropped from {plan.raw_file}: measured again")
     done = {(row["path"], row["prompt_len"], row["round"]) for row in plan.read_rows()}
 
     def missing(path: ServePath, round_index: int) -> list[int]:
