@@ -5,7 +5,7 @@ weights and inputs; this process hands the GPU from one side to the other, round
 
     python3 benchmark/deepep_v2/bench_layer.py                            # one GPU
     python3 benchmark/deepep_v2/bench_layer.py --ep 2                     # two GPUs
-    python3 benchmark/deepep_v2/bench_layer.py --device cpu --shapes tiny --tokens 8 --local-experts 8 --rounds 3
+    python3 benchmark/deepep_v2/bench_layer.py --device cpu --shapes tiny --tokens 8 --local-experts 8 --out dry
 
 The last is a dry run on a machine without a GPU. Under ``--out``: ``layer.jsonl`` (one record a path and size),
 ``profile.jsonl`` (kernels per layer), ``detail.jsonl`` (busy, waiting and host time, error, reproducibility, launches),
@@ -18,23 +18,27 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import records
 import shapes
+import typer
+from sides import Side, WorkerError
 
-from sglang_deepep_v2.ab.servers import free_port, interrupt_on_sigterm
+from sglang_deepep_v2.ab.servers import interrupt_on_sigterm
+from sglang_deepep_v2.options import prepare_folder
 from sglang_deepep_v2.provenance import commit, now
 
 HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+# DeepGEMM's fused kernel has no reference.
+GPU_PATHS = ("mega_moe",)
 UPSTREAM_PATHS = (
     "sglang_nonexpanded",
     "sglang_expanded",
@@ -46,100 +50,6 @@ UPSTREAM_PATHS = (
 PATCH_PATHS = ("nonexpanded", "labels", "psum", "psum_sync_free")
 SIDES = {"upstream": UPSTREAM_PATHS, "patch": PATCH_PATHS}
 ALL_PATHS = UPSTREAM_PATHS + PATCH_PATHS
-
-
-class WorkerError(RuntimeError):
-    """A worker answered with a traceback, died, or did not answer in time."""
-
-
-class Side:
-    """The worker processes, one a rank, of plain SGLang or of the patch."""
-
-    def __init__(self, name: str, args: argparse.Namespace, folder: Path):
-        self.name, self.processes, self.connections = name, [], []
-        address = str(folder / f"{name}.sock")
-        listener = Listener(address, family="AF_UNIX")
-        listener._listener._socket.settimeout(60)
-        environment = dict(os.environ)
-        environment.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
-        environment.setdefault("EP_DISABLE_GIN", "1")
-        environment.setdefault("EP_REUSE_NCCL_COMM", "0")
-        environment.setdefault("HF_HUB_OFFLINE", "1")
-        environment.setdefault("TRANSFORMERS_OFFLINE", "1")
-        if args.device == "cpu":
-            environment.setdefault("TRITON_INTERPRET", "1")
-        environment["SGLANG_OVERLAY"] = "0" if name == "upstream" else "1"
-        try:
-            ranks = self._start(args, folder, address, listener, environment)
-        except BaseException:
-            # Nobody holds a side that was not finished.
-            self.stop()
-            raise
-        self.connections = [ranks[rank] for rank in range(args.ep)]
-        listener.close()
-
-    def _start(
-        self, args: argparse.Namespace, folder: Path, address: str, listener: Listener, environment: dict[str, str]
-    ) -> dict[int, Connection]:
-        port = free_port()
-        for rank in range(args.ep):
-            command = [
-                sys.executable,
-                str(HERE / "layer_worker.py"),
-                address,
-                self.name,
-                rank,
-                args.ep,
-                port,
-                folder / "model",
-                args.device,
-            ]
-            self.processes.append(subprocess.Popen([str(part) for part in command], env=environment))
-        ranks: dict[int, Connection] = {}
-        for _ in range(args.ep):
-            connection = listener.accept()
-            ranks[connection.recv()["rank"]] = connection
-        return ranks
-
-    def send(self, op: str, **request) -> None:
-        try:
-            for connection in self.connections:
-                connection.send({"op": op, **request})
-        except OSError as error:
-            raise WorkerError(f"{self.name} is gone: {error}") from error
-
-    def alive(self) -> bool:
-        return all(process.poll() is None for process in self.processes)
-
-    def replies(self, timeout: float) -> list[dict]:
-        """One answer a rank. Raises WorkerError with the first traceback; an unanswered request ends the run."""
-        deadline = time.monotonic() + timeout
-        answers = []
-        for rank, connection in enumerate(self.connections):
-            try:
-                if not connection.poll(max(0.0, deadline - time.monotonic())):
-                    self.stop()
-                    raise WorkerError(f"{self.name} rank {rank} did not answer within {timeout:.0f} s")
-                answers.append(connection.recv())
-            except (EOFError, OSError) as error:
-                # Its peers would wait for it, and their answers would come out of turn.
-                self.stop()
-                raise WorkerError(f"{self.name} rank {rank} died: exit status {self.processes[rank].poll()}") from error
-        for rank, answer in enumerate(answers):
-            if "error" in answer and isinstance(answer["error"], str):
-                raise WorkerError(f"{self.name} rank {rank}:\n{answer['error']}")
-        return answers
-
-    def ask(self, op: str, timeout: float = 240, **request) -> list[dict]:
-        self.send(op, **request)
-        return self.replies(timeout)
-
-    def stop(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-        for process in self.processes:
-            process.wait()
 
 
 class Bench:
@@ -167,8 +77,8 @@ class Bench:
         for shape, by_tokens in records.groups(self.new):
             print(f"\n== ratios, {_describe(shape)}\n{records.ratio_table(shape, by_tokens)}", flush=True)
         if self.failures:
-            print(f"\n{len(self.failures)} part(s) failed: " + "; ".join(self.failures), flush=True)
-        return 0 if self.new else 1
+            print(f"\n{len(self.failures)} part(s) failed: " + "; ".join(self.failures), file=sys.stderr, flush=True)
+        return 1 if self.failures or not self.new else 0
 
     def left(self) -> float:
         return self.deadline - time.monotonic()
@@ -454,22 +364,39 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--shapes", nargs="+", choices=list(shapes.WIDTHS), help="instead of --hidden, --intermediate and --topk"
     )
     parser.add_argument(
-        "--paths", nargs="+", choices=ALL_PATHS, default=list(ALL_PATHS), metavar="PATH", help=", ".join(ALL_PATHS)
+        "--paths", nargs="+", choices=ALL_PATHS, metavar="PATH", help=f"default: all of {', '.join(ALL_PATHS)}"
     )
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: dry run on the reference transport"
     )
-    parser.add_argument("--out", default=str(HERE / "results"))
+    parser.add_argument("--out", default=str(RESULTS))
     parser.add_argument("--time-budget", type=float, default=1800, help="seconds; a clean stop after them")
     parser.add_argument("--no-host-profile", action="store_true")
     parser.add_argument("--no-inspect", action="store_true", help="times only: no profile, error, host time")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.device == "cpu" and Path(args.out).resolve() == RESULTS:
+        parser.error(f"--device cpu would add to the GPU records in {RESULTS}; name a folder with --out")
+    absent = [path for path in GPU_PATHS if args.device == "cpu"]
+    if refused := [path for path in args.paths or () if path in absent]:
+        parser.error(f"{refused[0]} needs a GPU, --device is cpu")
+    args.paths = args.paths or [path for path in ALL_PATHS if path not in absent]
+    return args
 
 
 def main() -> int:
+    args = parse()
+    try:
+        prepare_folder("--out", Path(args.out))
+    except typer.BadParameter as error:
+        print(error, file=sys.stderr)
+        return 2
     with interrupt_on_sigterm():
         try:
-            return Bench(parse()).run()
+            return Bench(args).run()
+        except BrokenPipeError:
+            # The reader of the tables is gone; Python would complain again when it flushes at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
         except KeyboardInterrupt:
             print("interrupted; every worker is ended, what was recorded stays", flush=True)
             return 130

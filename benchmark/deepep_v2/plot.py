@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -215,9 +216,10 @@ def draw(results: Path, out: Path) -> list[Path]:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    layer, profile, detail, timeline = (
-        records.read(results / f"{name}.jsonl") for name in ("layer", "profile", "detail", "timeline")
-    )
+    layer = records.read(results / "layer.jsonl", records.validate)
+    profile = records.read(results / "profile.jsonl", partial(records.validate, fields=records.PROFILE_FIELDS))
+    detail = records.read(results / "detail.jsonl", partial(records.require, fields=records.DETAIL_FIELDS))
+    timeline = records.read(results / "timeline.jsonl", partial(records.require, fields=records.TIMELINE_FIELDS))
     files = []
     for ep in sorted({r["ep"] for r in profile + timeline}):
         of_layer, waiting, spans = (chosen_layer(rows, ep) for rows in (profile, detail, timeline))
@@ -241,7 +243,14 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=here.parent / "results")
     parser.add_argument("--out", type=Path, default=here.parents[2] / "docs" / "figures")
     args = parser.parse_args()
-    files = draw(args.results, args.out)
+    try:
+        files = draw(args.results, args.out)
+    except ImportError as error:
+        print(f"the plots need matplotlib: pip install 'matplotlib>=3.8' ({error})", file=sys.stderr)
+        return 2
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
     print("\n".join(map(str, files)) or f"nothing to draw in {args.results}")
     return 0 if files else 1
 

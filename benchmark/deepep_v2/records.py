@@ -9,6 +9,7 @@ rank); ``gpu`` the device's name; ``versions`` package -> version; ``commit``; `
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -40,6 +41,9 @@ LAYER_FIELDS = (
     "commit",
     "date",
 )
+# What the plots need of the other files.
+DETAIL_FIELDS = ("path", "tokens", "ep", "hidden", "intermediate", "local_experts", "waiting_us")
+TIMELINE_FIELDS = ("path", "tokens", "ep", "hidden", "intermediate", "local_experts", "kernels")
 PROFILE_FIELDS = ("path", "tokens", "kernel", "us", "count", "ep", "hidden", "intermediate", "local_experts")
 TARGET = {"hidden": 6144, "intermediate": 2048, "local_experts": 16, "topk": 8}
 KEY_FIELDS = ("path", "tokens", "ep", "hidden", "intermediate", "local_experts", "topk", "gpu")
@@ -60,11 +64,56 @@ RATIOS: dict[tuple[str, str], dict[int, dict[int, float]]] = {
 WAITING_LIMIT_US = {"psum": 30.0, "psum_sync_free": 20.0}
 
 
+def _is_number(value: object, least: float = -math.inf) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= least
+
+
+def _is_time(value: object) -> bool:
+    try:
+        return datetime.fromisoformat(value).tzinfo is not None
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_span(value: object) -> bool:
+    """Whether it is one kernel of a timeline."""
+    named = isinstance(value, dict) and isinstance(value.get("kernel"), str)
+    return named and _is_number(value.get("start_us")) and _is_number(value.get("us"), 0)
+
+
+# What a field must hold, in words, and the test of it.
+_COUNT = ("a whole number above 0", lambda value: type(value) is int and value > 0)
+_TEXT = ("a text", lambda value: isinstance(value, str))
+KINDS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    **dict.fromkeys(("tokens", "ep", "hidden", "intermediate", "local_experts", "topk", "rounds"), _COUNT),
+    **dict.fromkeys(("path", "kernel", "gpu", "commit"), _TEXT),
+    **dict.fromkeys(("us_median", "us_min", "us_max", "us"), ("a number of at least 0", lambda v: _is_number(v, 0))),
+    "waiting_us": ("a number or null", lambda value: value is None or _is_number(value)),
+    "kernels": ("a list of kernels", lambda value: isinstance(value, list) and all(map(_is_span, value))),
+    "versions": ("an object", lambda value: isinstance(value, dict)),
+    "date": ("a time with its zone", _is_time),
+}
+
+
+def require(record: dict, fields: tuple[str, ...]) -> dict:
+    """Returns ``record``; raises ValueError when one of ``fields`` is missing, or a field holds what it cannot."""
+    if not isinstance(record, dict):
+        raise ValueError(f"record {record!r} is no object")
+    if missing := sorted(set(fields) - set(record)):
+        raise ValueError(f"record has missing fields {missing}")
+    for field, value in record.items():
+        kind, fits = KINDS.get(field, ("", None))
+        if fits and not fits(value):
+            raise ValueError(f"{field} {str(value)[:80]!r} is not {kind}")
+    return record
+
+
 def validate(record: dict, fields: tuple[str, ...] = LAYER_FIELDS) -> dict:
     """Returns ``record``; raises ValueError when its fields are not ``fields`` or a layer record is not sane."""
-    if set(record) != set(fields):
+    if isinstance(record, dict) and set(record) != set(fields):
         missing, extra = sorted(set(fields) - set(record)), sorted(set(record) - set(fields))
         raise ValueError(f"record has missing fields {missing} and unknown fields {extra}")
+    require(record, fields)
     if fields is LAYER_FIELDS:
         if record["path"] not in PATHS:
             raise ValueError(f"path {record['path']!r} is not one of {', '.join(PATHS)}")
@@ -72,8 +121,6 @@ def validate(record: dict, fields: tuple[str, ...] = LAYER_FIELDS) -> dict:
             raise ValueError(
                 f"us_min {record['us_min']}, us_median {record['us_median']}, us_max {record['us_max']} are not ordered"
             )
-        if record["rounds"] < 1:
-            raise ValueError(f"rounds {record['rounds']} is less than 1")
     return record
 
 
@@ -86,17 +133,24 @@ def append(file: Path, records: Iterable[dict]) -> None:
             stream.flush()
 
 
-def read(file: Path) -> list[dict]:
-    """The records of a JSONL file, or none without the file. A broken line raises ValueError with its number."""
+def read(file: Path, check: Callable[[dict], object] = lambda record: record) -> list[dict]:
+    """The records of a JSONL file, or none without the file.
+
+    A line that is broken, or for which ``check`` raises ValueError, raises ValueError with its number.
+    """
     if not file.is_file():
         return []
     records = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
         if line.strip():
             try:
                 records.append(json.loads(line))
-            except json.JSONDecodeError as error:
+            except ValueError as error:
                 raise ValueError(f"{file}:{number}: not JSON: {error}") from error
+            try:
+                check(records[-1])
+            except ValueError as error:
+                raise ValueError(f"{file}:{number}: {error}") from error
     return records
 
 

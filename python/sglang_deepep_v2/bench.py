@@ -11,16 +11,26 @@ from typing import Annotated
 import typer
 
 from sglang_deepep_v2.ab.servers import interrupt_on_sigterm
+from sglang_deepep_v2.options import prepare_folder, refuse_ignored
 
 # The benchmark is part of the repository, not of the wheel.
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmark" / "deepep_v2"
+# A bench_layer.py that ended by itself, whether or not a part of it failed.
+_RAN = (0, 1)
 
 
 def bench(
+    ctx: typer.Context,
     check: Annotated[
         bool, typer.Option("--check", help="Compare with the committed records: exit 1 beyond 15 % slower.")
     ] = False,
-    plot: Annotated[bool, typer.Option("--plot", help="Draw the committed (or --out's) records and stop.")] = False,
+    plot: Annotated[
+        bool,
+        typer.Option(
+            "--plot",
+            help="Draw and stop: the committed records into docs/figures, or with --out that folder's records into it.",
+        ),
+    ] = False,
     records: Annotated[
         Path | None, typer.Option(help="With --check: compare these layer.jsonl records instead of measuring.")
     ] = None,
@@ -35,12 +45,14 @@ def bench(
     device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run without a GPU.")] = "cuda",
     time_budget: Annotated[float, typer.Option(min=1, help="Seconds after which nothing new starts.")] = 1800.0,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the JSONL files (default: the committed results).")
+        Path | None,
+        typer.Option(help="Folder of the JSONL files (default: the committed results; not for --device cpu)."),
     ] = None,
 ) -> None:
     """Time one MoE layer on every path: plain SGLang, this patch, DeepGEMM's fused kernel, and the floor.
 
-    Exit code 1: with --check, a path is slower than its committed record; else nothing was measured.
+    Exit code 1: a part failed, which is named, or with --check a path is slower than its committed record.
+    Exit code 2: a refused option or record, or nothing to compare.
 
     Examples:
 
@@ -58,21 +70,30 @@ def bench(
     committed = BENCHMARK / "results"
     if out is not None and out.exists() and not out.is_dir():
         raise typer.BadParameter(f"--out {out} is no folder")
-    if plot and out is not None and not out.exists():
-        raise typer.BadParameter(f"--plot draws the records in --out {out}, which does not exist")
     if plot:
-        raise typer.Exit(_run("plot.py", "--results", out or committed))
+        refuse_ignored(ctx, "--plot", allowed=("plot", "out"))
+        if out is None:
+            raise typer.Exit(_run("plot.py"))
+        if not out.exists():
+            raise typer.BadParameter(f"--plot draws the records in --out {out}, which does not exist")
+        prepare_folder("--out", out)
+        raise typer.Exit(_run("plot.py", "--results", out, "--out", out))
     if records is not None and not check:
         typer.echo("--records goes with --check", err=True)
         raise typer.Exit(2)
     if records is not None and not records.is_file():
         raise typer.BadParameter(f"--records {records} is no file")
     if records is not None:
-        try:
-            raise typer.Exit(compare(records, committed / "layer.jsonl"))
-        except ValueError as problem:
-            raise typer.BadParameter(f"--records {records}: {problem}") from problem
+        refuse_ignored(ctx, "--check --records", allowed=("check", "records"))
+        raise typer.Exit(compare(_read(records), records, committed / "layer.jsonl"))
     _check_choices(path, shape, device, ep)
+    if device == "cpu" and (gpu_only := set(path or ()) & set(_module("bench_layer").GPU_PATHS)):
+        raise typer.BadParameter(f"--path {gpu_only.pop()} needs a GPU, --device is cpu")
+    if device == "cpu" and check:
+        raise typer.BadParameter("--check compares with records of GPUs, --device cpu makes none")
+    if device == "cpu" and (out or committed).resolve() == committed.resolve():
+        raise typer.BadParameter(f"--device cpu would add to the GPU records in {committed}; name a folder with --out")
+    prepare_folder("--out", out or committed)
     command: list = ["bench_layer.py", "--ep", ep, "--rounds", rounds, "--device", device, "--time-budget", time_budget]
     named = {"--tokens": tokens, "--paths": path, "--shapes": shape, "--local-experts": local_experts}
     for option, values in named.items():
@@ -83,9 +104,11 @@ def bench(
     with tempfile.TemporaryDirectory() as temporary:
         # A check compares, it does not add to the committed records.
         folder = out or Path(temporary)
-        before = len(_module("records").read(folder / "layer.jsonl"))
+        file = folder / "layer.jsonl"
+        before = len(_read(file))
         status = _run(*command, "--no-host-profile", "--out", folder)
-        raise typer.Exit(status or compare(folder / "layer.jsonl", committed / "layer.jsonl", skip=before))
+        slower = compare(_read(file)[before:], file, committed / "layer.jsonl") if status in _RAN else 0
+        raise typer.Exit(status or slower)
 
 
 def _check_choices(paths: list[str] | None, names: list[str] | None, device: str, ep: int) -> None:
@@ -109,16 +132,25 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def compare(new: Path, baseline: Path, skip: int = 0) -> int:
-    """Prints the comparison of two layer.jsonl files. Returns 0, 1 with a regression, 2 with nothing to compare.
+def _read(file: Path) -> list[dict]:
+    """The layer records of a file; a broken one is refused with its line and field."""
+    module = _module("records")
+    try:
+        return module.read(file, module.validate)
+    except (ValueError, OSError) as problem:
+        raise typer.BadParameter(str(problem)) from problem
 
-    ``skip``: leading records of ``new`` that are older than the run to judge.
+
+def compare(new: list[dict], source: Path, baseline: Path) -> int:
+    """Prints how the last of each kind of the ``new`` records compares. Returns 0, 1 with a regression, 2 with none.
+
+    ``source``: where they come from; ``baseline``: the file to hold them against.
     """
     module = _module("records")
-    fresh, known = module.read(new)[skip:], module.read(baseline)
+    fresh, known = list(module.latest(new).values()), _read(baseline)
     count = module.compared(fresh, known)
     if not count:
-        typer.echo(f"nothing to compare: no record of {new} has its path, size and GPU in {baseline}", err=True)
+        typer.echo(f"nothing to compare: no record of {source} has its path, size and GPU in {baseline}", err=True)
         return 2
     lines = module.regressions(fresh, known)
     for line in lines:

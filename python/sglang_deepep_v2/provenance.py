@@ -1,14 +1,17 @@
-"""Where a record comes from: the GPU, the versions, the commit, the time."""
+"""Where a record comes from: the GPU, the versions, the commit, the time, the patch's sources."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import importlib.metadata
 import os
 import subprocess
 from functools import cache
 from pathlib import Path
+
+from sglang_deepep_v2 import overlay
 
 _DISTRIBUTIONS = {
     "sglang": "sglang",
@@ -21,7 +24,7 @@ _DISTRIBUTIONS = {
 
 def stamp() -> dict:
     """``gpu``, ``versions`` (package -> version), ``commit`` of this checkout and ``date`` (UTC, seconds)."""
-    return {**_machine(), "date": now()}
+    return {**machine(), "date": now()}
 
 
 def now() -> str:
@@ -43,7 +46,18 @@ def commit() -> str:
 
 
 @cache
-def _machine() -> dict:
+def sources() -> str:
+    """SHA-256 of the Python files that servers load: the patch tree and this package."""
+    digest = hashlib.sha256()
+    for root in (overlay.TREE / "sglang", Path(__file__).resolve().parent):
+        for file in sorted(root.rglob("*.py")):
+            digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@cache
+def machine() -> dict:
+    """``gpu``, ``versions`` and ``commit``, which no process outlives."""
     import torch
 
     versions = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_deepep_v2.ab import accuracy, servers, throughput
+from sglang_deepep_v2.ab import accuracy, fingerprint, servers, throughput
 from sglang_deepep_v2.ab.accuracy import EvalSettings, check_data, evaluate_gsm8k, parse_printed
 from sglang_deepep_v2.ab.checkpoints import _write_tokenizer
 from sglang_deepep_v2.ab.paths import PATHS
@@ -107,6 +107,7 @@ def test_rounds_alternate_and_rows_carry_median_and_spread(fake_servers, monkeyp
     assert names == ["nonexpanded", "psum", "psum", "nonexpanded", "nonexpanded", "psum"]
     assert len(rows) == 4 and set(rows[0]) == {
         "path", "model", "prompt_len", "input_tok_s_median", "input_tok_s_min", "input_tok_s_max", "rounds", "ep",
+        "gpu", "versions", "commit", "date",
     }  # fmt: skip
     first = next(row for row in rows if (row["path"], row["prompt_len"]) == ("psum", 32))
     assert (first["input_tok_s_min"], first["input_tok_s_median"], first["input_tok_s_max"]) == (103.0, 105.0, 111.0)
@@ -147,10 +148,25 @@ def test_an_interrupted_measurement_resumes_where_it_stopped(fake_servers, monke
     measured.clear()
     rows = measure_throughput(make_plan(fake_servers, rounds=1, resume=True), paths, lambda *_: None)
     assert measured == [("psum", 32)] and len(rows) == 4
+    # A line that an interruption cut is measured again, and does not spoil the next.
+    measured.clear()
+    plan, said = make_plan(fake_servers, rounds=1, resume=True), []
+    plan.raw_file.write_text(plan.raw_file.read_text()[:-20])
+    assert len(measure_throughput(plan, paths, lambda *what: said.append(what))) == 4
+    assert (
+        len(measured) == 1 and ("throughput", f"1 damaged line(s) dropped from {plan.raw_file}: measured again") in said
+    )
+    assert len(plan.read_rows()) == 4
     # Measurements under other settings are not taken over.
     measured.clear()
     with pytest.raises(KeyboardInterrupt):
         measure_throughput(make_plan(fake_servers, rounds=1, resume=True, tokens=512), paths, lambda *_: None)
+    assert len(measured) == 3
+    # Nor are those of another patch.
+    measured.clear()
+    monkeypatch.setattr(fingerprint, "sources", lambda: "another patch")
+    with pytest.raises(KeyboardInterrupt):
+        measure_throughput(make_plan(fake_servers, rounds=1, resume=True), paths, lambda *_: None)
     assert len(measured) == 3
 
 
@@ -162,10 +178,11 @@ def test_a_server_on_another_pipeline_is_not_measured(fake_servers, monkeypatch)
 
 
 def test_summarize_keeps_paths_apart():
-    rows = [{"path": p, "prompt_len": 8, "input_tok_s": v} for p, v in (("a", 1.0), ("b", 9.0), ("a", 3.0))]
-    assert [(r["path"], r["input_tok_s_median"], r["rounds"]) for r in summarize(rows, "m", 1)] == [
-        ("a", 2.0, 2),
-        ("b", 9.0, 1),
+    measured = (("a", 1.0, "mon"), ("b", 9.0, "mon"), ("a", 3.0, "tue"))
+    rows = [{"path": p, "prompt_len": 8, "input_tok_s": v, "stamp": {"date": d}} for p, v, d in measured]
+    assert [(r["path"], r["input_tok_s_median"], r["rounds"], r["date"]) for r in summarize(rows, "m", 1)] == [
+        ("a", 2.0, 2, "tue"),
+        ("b", 9.0, 1, "mon"),
     ]
 
 

@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from child_signals import heed_signals
-from sglang_deepep_v2.ab import command, servers, session
+from sglang_deepep_v2 import provenance
+from sglang_deepep_v2.ab import command, fingerprint, options, servers, session
 from sglang_deepep_v2.ab.paths import PATHS
 from sglang_deepep_v2.ab.probe import make_prompts
 from sglang_deepep_v2.ab.servers import Fleet, ServerFailed, ServeSettings
@@ -26,7 +27,7 @@ NEW_TOKENS = 3
 def fake_servers(monkeypatch, tmp_path):
     """Every server is a fake one, and nothing is written outside `tmp_path`."""
     monkeypatch.setattr(servers, "launch_command", fake_command)
-    monkeypatch.setattr(command, "supports", lambda model: False)
+    monkeypatch.setattr(options, "supports", lambda model: False)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -128,6 +129,47 @@ def test_resume_keeps_equal_questions_only(fake_servers, monkeypatch):
     assert retried.error is None and not retried.resumed
 
 
+@pytest.mark.parametrize("what", ["sources", "versions"])
+def test_resume_measures_again_with_another_patch_or_other_versions(fake_servers, monkeypatch, what):
+    run(fake_servers, "psum")
+    if what == "sources":
+        monkeypatch.setattr(fingerprint, "sources", lambda: "another patch")
+    else:
+        machine = provenance.machine() | {"versions": provenance.machine()["versions"] | {"sglang": "0.0.1"}}
+        monkeypatch.setattr(fingerprint, "machine", lambda: machine)
+    assert not run(fake_servers, "psum", resume=True)["psum"].resumed
+    assert run(fake_servers, "psum", resume=True)["psum"].resumed
+
+
+def test_resumed_rows_keep_the_commit_and_date_of_their_measurement(fake_servers, monkeypatch):
+    def stamp(commit, date):
+        monkeypatch.setattr(session, "stamp", lambda: provenance.machine() | {"commit": commit, "date": date})
+
+    rows = Path("runs/qwen3-moe-fp8.agreement.jsonl")
+    stamp("first", "2026-01-01T00:00:00+00:00")
+    assert ab().exit_code == 0
+    before = rows.read_text()
+    stamp("second", "2026-01-02T00:00:00+00:00")
+    assert ab("--resume").exit_code == 0
+    assert rows.read_text() == before and '"first"' in before
+    assert ab().exit_code == 0
+    assert '"second"' in rows.read_text()
+
+
+def test_the_hash_of_the_patch_covers_its_tree_and_this_package(monkeypatch, tmp_path):
+    (tmp_path / "sglang/srt").mkdir(parents=True)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/provenance.py").touch()
+    monkeypatch.setattr(provenance.overlay, "TREE", tmp_path)
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "package/provenance.py"))
+    seen = {provenance.sources.__wrapped__()}
+    for file in ("sglang/srt/a.py", "sglang/srt/b.py", "package/c.py"):
+        for text in ("x = 1\n", "x = 2\n"):
+            (tmp_path / file).write_text(text)
+            seen.add(provenance.sources.__wrapped__())
+    assert len(seen) == 7
+
+
 def test_each_path_gets_its_own_environment(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/before")
     settings = ServeSettings("model", tp=2, chunk=64, cpu=True, pythonpath=("/front",))
@@ -181,10 +223,10 @@ def test_children_that_ignore_sigterm_end_with_their_server(fake_servers, monkey
 DRIVER = """
 import sys
 sys.path.insert(0, {folder!r})
-from sglang_deepep_v2.ab import command, servers
+from sglang_deepep_v2.ab import options, servers
 from test_ab_session import fake_command
 servers.launch_command = fake_command
-command.supports = lambda model: False
+options.supports = lambda model: False
 from sglang_deepep_v2.cli import app
 app(["ab", "--quick", "--out", "runs"])
 """
@@ -197,7 +239,9 @@ app(["ab", "--quick", "--out", "runs"])
 )
 def test_ctrl_c_ends_every_child_and_exits_with_130(fake_servers, numbers):
     pid_file = fake_servers / "pids"
-    env = os.environ | {"FAKE_CHILD_PID_FILE": str(pid_file), "FAKE_SLEEP_S": "60"}
+    scratch = fake_servers / "scratch"
+    scratch.mkdir()
+    env = os.environ | {"FAKE_CHILD_PID_FILE": str(pid_file), "FAKE_SLEEP_S": "60", "TMPDIR": str(scratch)}
     driver = DRIVER.format(folder=str(FAKE.parent))
     with (fake_servers / "out.txt").open("wb") as out:
         command_line = [sys.executable, "-c", driver]
@@ -216,7 +260,57 @@ def test_ctrl_c_ends_every_child_and_exits_with_130(fake_servers, numbers):
     finally:
         process.kill()
     assert not any(map(is_running, children))
-    assert "every server is ended" in (fake_servers / "out.txt").read_text()
+    assert "interrupted; every server is ended; no result was finished" in (fake_servers / "out.txt").read_text()
+    assert not list(scratch.iterdir())
+
+
+def test_ctrl_c_counts_what_resume_will_take_over(fake_servers, monkeypatch):
+    assert ab().exit_code == 0
+    real = command.run_all
+
+    def interrupted(*args):
+        real(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_all", interrupted)
+    outcome = ab("--resume")
+    assert outcome.exit_code == 130 and "ended; 2 result(s) in runs for --resume" in outcome.output
+    monkeypatch.setattr(fingerprint, "sources", lambda: "another patch")
+    monkeypatch.setattr(command, "run_all", lambda *args: signal.raise_signal(signal.SIGINT))
+    outcome = ab("--resume")
+    assert outcome.exit_code == 130 and "no result was finished" in outcome.output
+
+
+@pytest.mark.parametrize("suffix", [".json", ".probes.json"])
+def test_a_damaged_result_is_told_and_measured_again(fake_servers, suffix):
+    assert ab().exit_code == 0
+    damaged = Path(f"runs/qwen3-moe-fp8.psum{suffix}")
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    outcome = ab("--resume")
+    shown = " ".join(outcome.output.split())
+    assert outcome.exit_code == 0 and "psum: not kept, runs/qwen3-moe-fp8.psum.json or its .probes.json" in shown
+    assert "nonexpanded: kept from the earlier run" in shown
+    assert json.loads(Path("runs/qwen3-moe-fp8.psum.json").read_text())
+
+
+def test_each_fleet_has_a_temporary_folder_of_its_own_and_removes_it(tmp_path):
+    fleets, seen = [Fleet(), Fleet()], []
+    code = "import os, tempfile; print(tempfile.mkdtemp())"
+    for index, fleet in enumerate(fleets):
+        log = tmp_path / f"{index}.log"
+        with fleet.run_process([sys.executable, "-c", code], dict(os.environ), log) as process:
+            process.wait(30)
+        seen.append(Path(log.read_text().splitlines()[-1]))
+    assert all(folder.is_dir() for folder in seen) and seen[0].parent != seen[1].parent
+    for fleet in fleets:
+        fleet.close()
+    assert not any(folder.parent.exists() for folder in seen)
+
+
+def test_a_refused_server_argument_is_told_in_one_line(tmp_path):
+    log = tmp_path / "server.log"
+    log.write_text("usage: sglang serve [-h]\n    [--tp N]\nsglang serve: error: unrecognized arguments: --no-such\n")
+    assert servers._log_tail(log) == "  | sglang serve: error: unrecognized arguments: --no-such"
 
 
 def test_an_evaluation_runs_on_every_path_and_is_written_beside_the_differences(fake_servers, monkeypatch):
@@ -243,6 +337,10 @@ def test_misused_options_are_refused_before_anything_starts(fake_servers):
     Path("a_file").touch()
     Path("bad_model").mkdir()
     Path("bad_model/config.json").write_text("{")
+    Path("binary").write_bytes(b"\xff\xfe\n")
+    for name, config in (("listed", "[]"), ("worded", '{"vocab_size": "many"}')):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text(config)
     for args, message in (
         (["--paths", "sglang_expanded"], "needs a GPU"),
         (["--paths", "quick"], "unknown path"),
@@ -264,13 +362,23 @@ def test_misused_options_are_refused_before_anything_starts(fake_servers):
         (["--mem-fraction", "0"], "got 0"),
         (["--server-args", "'open"], '--server-args "\'open" is no shell command line'),
         (["--server-pythonpath", "a_file"], "--server-pythonpath a_file is no folder"),
-        (["--data-path", "a_file"], "--data-path a_file goes with --eval gsm8k"),
-        (["--out", "a_file"], "--out a_file cannot be made a folder of results: File exists"),
+        (["--data-path", "a_file"], "ab without --eval has no use for --data-path"),
+        (["--quick", "--eval-shots", "1"], "ab without --eval has no use for --eval-shots"),
+        (["--quick", "--rounds", "2", "--together"], "ab without --prompt-len has no use for --rounds, --together"),
+        (["--model", ".", "--paths", "psum", "--quick"], "ab with --model and --paths has no use for --quick"),
+        (["--prompt-len", "²"], "positive token counts separated by commas, got '²'"),
+        (["--model", "listed"], "--model listed: config.json holds no object"),
+        (["--model", "worded"], "--model worded: config.json must name a vocab_size above 10, got 'many'"),
+        (["--eval", "gsm8k", "--data-path", "binary"], "binary:1: not a GSM8K line"),
+        (["--json", "bad_model"], "--json: bad_model cannot be written: it is a folder"),
+        (["--json", "/proc/absent"], "--json /proc/absent cannot be written: No such file"),
+        (["--out", "/proc/absent"], "--out /proc/absent is no folder that can be written to: No such file"),
+        (["--out", "a_file"], "--out a_file is no folder that can be written to: File exists"),
         (["--json", "absent/result.json"], "--json absent/result.json cannot be written: absent is no folder"),
     ):
         outcome = CliRunner().invoke(app, ["ab", *args], env={"COLUMNS": "400", "HF_HUB_OFFLINE": "1"})
         assert outcome.exit_code == 2 and message in outcome.output, (args, outcome.output)
-    assert not Path("runs").exists()
+    assert not list(Path().glob("**/*.log"))
 
 
 def is_running(pid: int) -> bool:

@@ -1,6 +1,7 @@
 """The layer benchmark's tools: record schema, regression check, ratio table, kernel accounting, plots, command."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
@@ -60,7 +61,16 @@ def test_record_has_exactly_the_published_fields():
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"path": "ours"}, "'ours'"), ({"us_min": 2000.0}, "not ordered"), ({"rounds": 0}, "rounds 0")],
+    [
+        ({"path": "ours"}, "'ours'"),
+        ({"us_min": 2000.0}, "not ordered"),
+        ({"rounds": 0}, "rounds '0'"),
+        ({"us_median": float("nan")}, "us_median 'nan' is not a number"),
+        ({"us_max": float("inf")}, "us_max 'inf' is not a number"),
+        ({"us_min": -1.0}, "us_min '-1.0' is not a number of at least 0"),
+        ({"tokens": "8"}, "tokens '8' is not a whole number"),
+        ({"date": "yesterday"}, "date 'yesterday' is not a time"),
+    ],
 )
 def test_record_refuses_values_that_make_no_sense(changes, message):
     with pytest.raises(ValueError, match=message):
@@ -260,8 +270,85 @@ def test_check_command_compares_records(command, tmp_path, monkeypatch):
         result = command("--check", "--records", new)
         assert result.exit_code == status, result.output
         assert "1 of 1 records compared" in result.output
+    # Only the last record of a kind is judged.
+    records.append(new, [layer_record(us=1000.0)])
+    result = command("--check", "--records", new)
+    assert result.exit_code == 0 and "1 of 1 records compared" in result.output
     new.write_text(json.dumps(layer_record(tokens=99)) + "\n")
     assert command("--check", "--records", new).exit_code == 2
+
+
+def test_the_committed_records_pass_the_check(command):
+    result = command("--check", "--records", BENCHMARK / "results" / "layer.jsonl")
+    assert result.exit_code == 0 and "0 slower" in result.output
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{broken", "layer.jsonl:2: not JSON"),
+        ("[1]", "layer.jsonl:2: record [1] is no object"),
+        ('{"path": "psum"}', "layer.jsonl:2: record has missing fields"),
+        (json.dumps(layer_record(us_median=float("nan"))), "layer.jsonl:2: us_median 'nan'"),
+        (json.dumps(layer_record(us=-5.0)), "layer.jsonl:2: us_median '-5.0'"),
+        ("\udcff", "layer.jsonl:2: not JSON"),
+    ],
+)
+def test_broken_records_are_named_by_check_and_plot(command, tmp_path, monkeypatch, capfd, line, message):
+    monkeypatch.setenv("COLUMNS", "400")
+    file = tmp_path / "layer.jsonl"
+    file.write_text(json.dumps(layer_record()) + f"\n{line}\n", errors="surrogateescape")
+    result = command("--check", "--records", file)
+    assert result.exit_code == 2 and message in result.output
+    if importlib.util.find_spec("matplotlib"):
+        assert command("--plot", "--out", tmp_path).exit_code == 2
+        assert message in capfd.readouterr().err
+
+
+def test_plot_draws_into_the_folder_of_its_records(command, results):
+    pytest.importorskip("matplotlib")
+    assert command("--plot", "--out", results).exit_code == 0
+    assert {file.name for file in results.glob("*.png")} == {
+        "layer_ep1_2304.png",
+        "timeline_ep1_2304.png",
+        "speedup.png",
+    }
+
+
+def test_a_failed_part_makes_exit_code_1_and_is_named(monkeypatch, tmp_path, capsys):
+    def run(failures):
+        bench = bench_layer.Bench(bench_layer.parse(["--out", str(tmp_path), "--paths", "psum"]))
+        monkeypatch.setattr(bench, "_start", lambda folder: bench.new.append(layer_record()))
+        monkeypatch.setattr(bench, "_shape", lambda shape: bench.failures.extend(failures))
+        return bench.run()
+
+    assert run([]) == 0
+    assert run(["labels at 8 tokens"]) == 1
+    assert "1 part(s) failed: labels at 8 tokens" in capsys.readouterr().err
+
+
+def test_a_check_with_a_failed_part_still_compares(command, monkeypatch, tmp_path):
+    [committed] = [r for r in records.latest(records.read(BENCHMARK / "results/layer.jsonl")).values()][:1]
+
+    def measured(script, *arguments):
+        records.append(Path(arguments[-1]) / "layer.jsonl", [committed])
+        return 1
+
+    monkeypatch.setattr(bench_command, "_gpus", lambda: 2)
+    monkeypatch.setattr(bench_command, "_run", measured)
+    result = command("--check")
+    assert result.exit_code == 1 and "1 of 1 records compared, 0 slower" in result.output
+
+
+def test_the_script_refuses_what_the_command_refuses(tmp_path, monkeypatch, capsys):
+    for words, message in (("", "name a folder with --out"), (f"--out {tmp_path} --paths mega_moe", "needs a GPU")):
+        with pytest.raises(SystemExit):
+            bench_layer.parse(["--device", "cpu", *words.split()])
+        assert message in capsys.readouterr().err
+    assert "mega_moe" not in bench_layer.parse(["--device", "cpu", "--out", str(tmp_path)]).paths
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["bench_layer.py", "--out", str(tmp_path / "file")])
+    assert bench_layer.main() == 2 and "is no folder that can be written to" in capsys.readouterr().err
 
 
 def test_command_says_that_a_wheel_has_no_benchmark(command, monkeypatch, tmp_path):
@@ -286,6 +373,14 @@ def test_command_says_that_a_wheel_has_no_benchmark(command, monkeypatch, tmp_pa
         ("--plot --out {absent}", "which does not exist"),
         ("--check --records {absent}", "is no file"),
         ("--check --records {file}", "file:1"),
+        ("--device cpu --shape tiny", "--device cpu would add to the GPU records"),
+        ("--device cpu --path mega_moe --out {absent}", "mega_moe needs a GPU"),
+        ("--device cpu --check --out {absent}", "--check compares with records of GPUs"),
+        ("--out /proc/absent", "/proc/absent is no folder that can be written to: No such file"),
+        ("--out {readonly}", "layer.jsonl cannot be written: it is a folder"),
+        ("--check --records {file} --path psum --tokens 8", "--check --records has no use for --tokens, --path"),
+        ("--plot --check", "--plot has no use for --check"),
+        ("--plot --ep 2", "--plot has no use for --ep"),
     ],
 )
 def test_command_refuses_bad_values_before_it_starts(command, monkeypatch, tmp_path, arguments, message):
@@ -293,7 +388,9 @@ def test_command_refuses_bad_values_before_it_starts(command, monkeypatch, tmp_p
     monkeypatch.setattr(bench_command, "_gpus", lambda: 2)
     monkeypatch.setattr(bench_command, "_run", lambda *_: pytest.fail("started"))
     (tmp_path / "file").write_text("{broken\n")
-    words = arguments.format(file=tmp_path / "file", absent=tmp_path / "absent").split()
+    (tmp_path / "readonly/layer.jsonl").mkdir(parents=True)
+    names = ("file", "absent", "readonly")
+    words = arguments.format(**{name: tmp_path / name for name in names}).split()
     result = command(*words)
     assert result.exit_code == 2 and message in result.output, result.output
 

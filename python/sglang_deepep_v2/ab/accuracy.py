@@ -38,7 +38,7 @@ def check_data(settings: EvalSettings) -> int:
     Raises:
         ValueError: the file is not in GSM8K's format, or too short for the shots.
     """
-    lines = settings.data_path.read_text().splitlines()
+    lines = settings.data_path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)

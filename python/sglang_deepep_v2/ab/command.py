@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,20 +14,29 @@ import typer
 from rich.console import Console
 
 from sglang_deepep_v2.ab import report
-from sglang_deepep_v2.ab.accuracy import EvalSettings, check_data, evaluate_gsm8k
+from sglang_deepep_v2.ab.accuracy import evaluate_gsm8k
 from sglang_deepep_v2.ab.compare import compare_probes
-from sglang_deepep_v2.ab.paths import PATHS, ServePath, select_paths
-from sglang_deepep_v2.ab.probe import longest_prompt, make_prompts
-from sglang_deepep_v2.ab.reference import supports
-from sglang_deepep_v2.ab.servers import Fleet, Server, ServerFailed, ServeSettings, interrupt_on_sigterm
-from sglang_deepep_v2.ab.session import REFERENCE, Job, Kept, run_all
+from sglang_deepep_v2.ab.options import (
+    DEMO_DIR,
+    Checkpoint,
+    Options,
+    find_checkpoints,
+    has_cuda,
+    parse_evaluation,
+    parse_folder,
+    parse_lengths,
+    parse_words,
+)
+from sglang_deepep_v2.ab.paths import PATHS, ServePath
+from sglang_deepep_v2.ab.probe import make_prompts
+from sglang_deepep_v2.ab.servers import Fleet, Server, ServerFailed, interrupt_on_sigterm
+from sglang_deepep_v2.ab.session import REFERENCE, Job, Kept, resumed, run_all
 from sglang_deepep_v2.ab.throughput import ThroughputPlan, measure_throughput, summarize
-from sglang_deepep_v2.provenance import stamp
+from sglang_deepep_v2.options import prepare_file, prepare_folder, refuse_ignored
 
 if TYPE_CHECKING:
-    from sglang_deepep_v2.ab.checkpoints import CheckpointSpec
+    pass
 
-DEMO_DIR = Path(".demo")
 # Twice the largest difference between correct paths of these checkpoints (0.05, and 0.10 from fp32 transformers); a
 # dropped router weight makes 0.9 and more.
 _DEMO_BOUND = 0.1
@@ -37,32 +46,13 @@ _MODEL_BOUND = 0.5
 _MODEL_OUTLIERS = 0.02
 _DEMO_CHUNK, _MODEL_CHUNK = 256, 8192
 _DEMO_NEW_TOKENS, _MODEL_NEW_TOKENS = 4, 16
-_RANDOM_PREFIX = "random:"
+_ONLY_THROUGHPUT = ("rounds", "tokens", "together")
+_ONLY_EVAL = ("data_path", "eval_questions", "eval_shots", "eval_max_new_tokens")
 _AGREEMENT = ("prompts", "greedy_equal", "largest", "median", "bound", "outliers")
-
-# Per embedded checkpoint, the baseline first.
-_DEMO_PATHS = {
-    "qwen3-moe-fp8": "nonexpanded,psum,labels",
-    "qwen3-moe-bf16": "nonexpanded,psum,none",
-    "mimo-v2-flash-fp8": "nonexpanded,psum",
-}
-_QUICK = {"qwen3-moe-fp8": "nonexpanded,psum"}
-_MODEL_PATHS = "sglang_nonexpanded,sglang_expanded,nonexpanded,psum"
-_QUICK_MODEL_PATHS = "nonexpanded,psum"
-
-
-@dataclass
-class Checkpoint:
-    """One checkpoint of the A/B: where it is, and the paths to serve it with, the baseline first."""
-
-    name: str
-    model: str
-    vocab: int
-    paths: list[ServePath]
-    with_reference: bool
 
 
 def ab(
+    ctx: typer.Context,
     model: Annotated[
         str | None,
         typer.Option(
@@ -145,8 +135,12 @@ def ab(
     * accuracy only: sglang-deepep-v2 ab --model MODEL --tp 8 --prompt-len '' --eval gsm8k --data-path test.jsonl
     """
     console = _console(stderr=str(json_file) == "-")
-    cpu = model is None or not _has_cuda()
-    options = _Options(
+    if evaluation is None:
+        refuse_ignored(ctx, "ab without --eval", _ONLY_EVAL)
+    if model is not None and paths is not None:
+        refuse_ignored(ctx, "ab with --model and --paths", ("quick",))
+    cpu = model is None or not has_cuda()
+    options = Options(
         model=model,
         cpu=cpu,
         tp=tp or (2 if cpu else 1),
@@ -154,34 +148,40 @@ def ab(
         new_tokens=new_tokens or (_DEMO_NEW_TOKENS if cpu else _MODEL_NEW_TOKENS),
         bound=bound if bound is not None else (_DEMO_BOUND if cpu else _MODEL_BOUND),
         outliers=outliers if outliers is not None else (0.0 if cpu else _MODEL_OUTLIERS),
-        lengths=_parse_lengths(prompt_len if prompt_len is not None else ("" if cpu else "1024,8192")),
-        extra_args=(*_words(server_args), *(("--mem-fraction-static", str(mem_fraction)) if mem_fraction else ())),
-        pythonpath=tuple(map(_folder, server_pythonpath or ())),
+        lengths=parse_lengths(prompt_len if prompt_len is not None else ("" if cpu else "1024,8192")),
+        extra_args=(*parse_words(server_args), *(("--mem-fraction-static", str(mem_fraction)) if mem_fraction else ())),
+        pythonpath=tuple(map(parse_folder, server_pythonpath or ())),
         out=out or (DEMO_DIR / "runs" if cpu else Path("ab-results")),
         jobs=jobs or (2 if cpu else 1),
         resume=resume,
         rounds=rounds,
         tokens=tokens,
         together=together,
-        evaluation=_evaluation(evaluation, data_path, eval_questions, eval_shots, eval_max_new_tokens),
+        evaluation=parse_evaluation(evaluation, data_path, eval_questions, eval_shots, eval_max_new_tokens),
     )
-    try:
-        checkpoints = _checkpoints(options, paths, quick)
-    except (ValueError, OSError) as exc:
-        raise typer.BadParameter(str(exc)) from exc
-    _check_outputs(options.out, json_file)
-    fleet, passed, document = Fleet(), True, {"checkpoints": {}, "throughput": []}
-    if cpu:
-        _explain_cpu(console)
+    if not options.lengths:
+        refuse_ignored(ctx, "ab without --prompt-len", _ONLY_THROUGHPUT)
+    fleet, checkpoints, passed, document = Fleet(), [], True, {"checkpoints": {}, "throughput": []}
     with interrupt_on_sigterm():
         try:
+            try:
+                checkpoints = find_checkpoints(options, paths, quick)
+            except (ValueError, OSError) as exc:
+                raise typer.BadParameter(str(exc)) from exc
+            prepare_folder("--out", options.out)
+            if json_file is not None and str(json_file) != "-":
+                prepare_file("--json", json_file)
+            if cpu:
+                _explain_cpu(console)
             for checkpoint in checkpoints:
                 passed &= _run_checkpoint(console, options, checkpoint, fleet, document)
         except ServerFailed as exc:
             console.print(str(exc), markup=False, highlight=False)
             passed = False
         except KeyboardInterrupt:
-            console.print(f"interrupted; every server is ended; what was measured is in {options.out} (--resume)")
+            kept = sum(_count_kept(options, checkpoint, fleet) for checkpoint in checkpoints)
+            left = f"{kept} result(s) in {options.out} for --resume" if kept else "no result was finished"
+            console.print(f"interrupted; every server is ended; {left}", markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(130) from None
         finally:
             fleet.close()
@@ -191,7 +191,7 @@ def ab(
     raise typer.Exit(0 if passed else 1)
 
 
-def _run_checkpoint(console: Console, options: _Options, checkpoint: Checkpoint, fleet: Fleet, document: dict) -> bool:
+def _run_checkpoint(console: Console, options: Options, checkpoint: Checkpoint, fleet: Fleet, document: dict) -> bool:
     """Compare, evaluate and measure one checkpoint into `document`; whether every path served and agreed."""
     with contextlib.ExitStack() as stack:
         kept = Kept(stack) if options.together and options.lengths else None
@@ -216,157 +216,11 @@ def _console(stderr: bool) -> Console:
     return console if console.is_terminal else Console(stderr=stderr, width=120)
 
 
-@dataclass
-class _Options:
-    """The command's options with their defaults filled in."""
-
-    model: str | None
-    cpu: bool
-    tp: int
-    chunk: int
-    new_tokens: int
-    bound: float
-    outliers: float
-    lengths: tuple[int, ...]
-    extra_args: tuple[str, ...]
-    pythonpath: tuple[str, ...]
-    out: Path
-    jobs: int
-    resume: bool
-    rounds: int
-    tokens: int
-    together: bool
-    evaluation: EvalSettings | None
-
-    def serve_settings(self, model: str) -> ServeSettings:
-        return ServeSettings(model, self.tp, self.chunk, self.cpu, self.extra_args, self.pythonpath)
-
-
-def _parse_lengths(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise typer.BadParameter(f"--prompt-len takes positive token counts separated by commas, got {text!r}")
-    return tuple(map(int, parts))
-
-
-def _words(server_args: str) -> list[str]:
-    try:
-        return shlex.split(server_args)
-    except ValueError as exc:
-        raise typer.BadParameter(f"--server-args {server_args!r} is no shell command line: {exc}") from exc
-
-
-def _folder(pythonpath: Path) -> str:
-    if not pythonpath.is_dir():
-        raise typer.BadParameter(f"--server-pythonpath {pythonpath} is no folder")
-    return str(pythonpath.resolve())
-
-
-def _check_outputs(out: Path, json_file: Path | None) -> None:
-    """Refuse what could not be written after an hour of measuring, and make the folder of results."""
-    if json_file is not None and str(json_file) != "-" and (json_file.is_dir() or not json_file.parent.is_dir()):
-        why = "it is a folder" if json_file.is_dir() else f"{json_file.parent} is no folder"
-        raise typer.BadParameter(f"--json {json_file} cannot be written: {why}")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise typer.BadParameter(f"--out {out} cannot be made a folder of results: {exc.strerror}") from exc
-
-
-def _evaluation(name, data_path, questions, shots, max_new_tokens) -> EvalSettings | None:
-    if name is None:
-        if data_path is not None:
-            raise typer.BadParameter(f"--data-path {data_path} goes with --eval gsm8k")
-        return None
-    if name != "gsm8k":
-        raise typer.BadParameter(f"--eval knows gsm8k, got {name!r}")
-    if data_path is None or not data_path.is_file():
-        raise typer.BadParameter(f"--eval gsm8k needs --data-path FILE, an existing JSONL file; got {data_path}")
-    settings = EvalSettings(data_path, questions, shots, max_new_tokens)
-    try:
-        check_data(settings)
-    except ValueError as exc:
-        raise typer.BadParameter(str(exc)) from exc
-    return settings
-
-
-def _checkpoints(options: _Options, paths: str | None, quick: bool) -> list[Checkpoint]:
-    from sglang_deepep_v2.ab.checkpoints import REALISTIC, TINY, ensure_checkpoint
-
-    if options.model is None:
-        found = []
-        for name, default_paths in (_QUICK if quick else _DEMO_PATHS).items():
-            selected = select_paths(default_paths if paths is None else paths, cpu=True, ranks=options.tp)
-            _check_fits(TINY[name], options)
-            directory = ensure_checkpoint(TINY[name], DEMO_DIR / "checkpoints").resolve()
-            found.append(Checkpoint(name, str(directory), TINY[name].vocab, selected, supports(str(directory))))
-        return found
-    default_paths = _QUICK_MODEL_PATHS if quick or options.cpu else _MODEL_PATHS
-    selected = select_paths(default_paths if paths is None else paths, cpu=options.cpu, ranks=options.tp)
-    model = options.model
-    if model.startswith(_RANDOM_PREFIX):
-        name = "random-" + model.removeprefix(_RANDOM_PREFIX)
-        if name not in REALISTIC:
-            known = ", ".join(_RANDOM_PREFIX + key.removeprefix("random-") for key in REALISTIC)
-            raise ValueError(f"--model {model} is unknown; generated ones are {known}")
-        _check_fits(REALISTIC[name], options)
-        device = "cpu" if options.cpu else "cuda"
-        model = str(ensure_checkpoint(REALISTIC[name], DEMO_DIR / "checkpoints", device).resolve())
-    return [Checkpoint(Path(model).name, model, _vocabulary(model), selected, False)]
-
-
-def _check_fits(spec: CheckpointSpec, options: _Options) -> None:
-    """Refuse what no server of a generated checkpoint starts with. Raises ValueError."""
-    if spec.experts % options.tp or spec.heads % options.tp:
-        raise ValueError(
-            f"--tp {options.tp} must divide the {spec.experts} experts and {spec.heads} attention heads of {spec.name}"
-        )
-    longest = longest_prompt(options.chunk) + options.new_tokens
-    if longest > spec.max_positions:
-        raise ValueError(
-            f"--chunk {options.chunk} and --new-tokens {options.new_tokens} make sequences of up to {longest} tokens, "
-            f"{spec.name} takes {spec.max_positions}"
-        )
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _vocabulary(model: str) -> int:
-    """The vocabulary of a checkpoint, from its config file or from transformers for a Hugging Face name."""
-    config_file = Path(model) / "config.json"
-    if config_file.is_file():
-        try:
-            config = json.loads(config_file.read_text())
-        except ValueError as exc:
-            raise ValueError(f"--model {model}: {config_file} is not JSON: {exc}") from exc
-    elif Path(model).exists():
-        raise ValueError(f"--model {model} is no checkpoint folder: it has no config.json")
-    else:
-        from transformers import AutoConfig
-
-        try:
-            config = AutoConfig.from_pretrained(model, trust_remote_code=True).to_dict()
-        except (ValueError, OSError) as exc:
-            reason = str(exc).splitlines()[0]
-            raise ValueError(f"--model {model} is no folder here, and as a Hugging Face name: {reason}") from exc
-    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    if not size:
-        raise ValueError(f"--model {model}: config.json names no vocab_size")
-    return size
-
-
-def _compare(
-    console: Console, options: _Options, checkpoint: Checkpoint, fleet: Fleet, kept: Kept | None
-) -> list[report.Verdict]:
-    prompts = make_prompts(checkpoint.vocab, options.chunk)
-    job = Job(
+def _job(options: Options, checkpoint: Checkpoint, fleet: Fleet, kept: Kept | None = None) -> Job:
+    return Job(
         model=checkpoint.name,
         settings=options.serve_settings(checkpoint.model),
-        prompts=prompts,
+        prompts=make_prompts(checkpoint.vocab, options.chunk),
         new_tokens=options.new_tokens,
         out=options.out,
         fleet=fleet,
@@ -375,6 +229,37 @@ def _compare(
         evaluation=str(options.evaluation or ""),
         keep=kept,
     )
+
+
+def _plan(options: Options, checkpoint: Checkpoint, fleet: Fleet, servers: dict[str, Server]) -> ThroughputPlan:
+    return ThroughputPlan(
+        model=checkpoint.name,
+        settings=options.serve_settings(checkpoint.model),
+        prompt_lengths=options.lengths,
+        tokens=options.tokens,
+        rounds=options.rounds,
+        together=options.together,
+        out=options.out,
+        fleet=fleet,
+        resume=options.resume,
+        jobs=options.jobs,
+        servers=servers,
+    )
+
+
+def _count_kept(options: Options, checkpoint: Checkpoint, fleet: Fleet) -> int:
+    """How many results on disk a run with --resume takes over."""
+    job = dataclasses.replace(_job(options, checkpoint, fleet), resume=True)
+    served = [path for path in checkpoint.paths if resumed(job, path.name, path)]
+    reference = checkpoint.with_reference and resumed(job, REFERENCE, None)
+    rows = _plan(options, checkpoint, fleet, {}).read_rows() if options.lengths else []
+    return len(served) + bool(reference) + len(rows)
+
+
+def _compare(
+    console: Console, options: Options, checkpoint: Checkpoint, fleet: Fleet, kept: Kept | None
+) -> list[report.Verdict]:
+    job = _job(options, checkpoint, fleet, kept)
     with report.progress_display(console, checkpoint.name) as update:
         results = run_all(job, checkpoint.paths, checkpoint.with_reference, options.jobs, update)
     baseline = results[checkpoint.paths[0].name]
@@ -389,7 +274,7 @@ def _compare(
     return verdicts
 
 
-def _evaluator(options: _Options, checkpoint: Checkpoint, fleet: Fleet):
+def _evaluator(options: Options, checkpoint: Checkpoint, fleet: Fleet):
     settings = options.evaluation
     if settings is None:
         return None
@@ -400,7 +285,7 @@ def _evaluator(options: _Options, checkpoint: Checkpoint, fleet: Fleet):
     return evaluate
 
 
-def _write_agreement(options: _Options, checkpoint: Checkpoint, verdicts: list[report.Verdict]) -> None:
+def _write_agreement(options: Options, checkpoint: Checkpoint, verdicts: list[report.Verdict]) -> None:
     """One JSON line per compared path: how its answers differ from the baseline's."""
     rows = [
         {
@@ -411,7 +296,7 @@ def _write_agreement(options: _Options, checkpoint: Checkpoint, verdicts: list[r
             "server_args": shlex.join(options.extra_args),
             **{name: getattr(verdict.comparison, name) for name in _AGREEMENT},
             "passed": verdict.passed,
-            **stamp(),
+            **verdict.result.stamp,
         }
         for verdict in verdicts
         if verdict.comparison is not None
@@ -420,7 +305,7 @@ def _write_agreement(options: _Options, checkpoint: Checkpoint, verdicts: list[r
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _write_accuracy(options: _Options, checkpoint: Checkpoint, verdicts: list[report.Verdict]) -> None:
+def _write_accuracy(options: Options, checkpoint: Checkpoint, verdicts: list[report.Verdict]) -> None:
     """One JSON line per evaluated path: right answers, and the logprob differences from the baseline."""
     rows = []
     for verdict in verdicts:
@@ -436,7 +321,7 @@ def _write_accuracy(options: _Options, checkpoint: Checkpoint, verdicts: list[re
                 "logprob_diff_p50": compared.median if compared else 0.0,
                 "logprob_diff_p99": compared.p99 if compared else 0.0,
                 "ep": options.tp,
-                **stamp(),
+                **verdict.result.stamp,
             }
         )
     file = options.out / f"{checkpoint.name}.accuracy.jsonl"
@@ -445,31 +330,19 @@ def _write_accuracy(options: _Options, checkpoint: Checkpoint, verdicts: list[re
 
 def _measure(
     console: Console,
-    options: _Options,
+    options: Options,
     checkpoint: Checkpoint,
     paths: list[ServePath],
     fleet: Fleet,
     servers: dict[str, Server],
 ) -> list[dict]:
-    plan = ThroughputPlan(
-        model=checkpoint.name,
-        settings=options.serve_settings(checkpoint.model),
-        prompt_lengths=options.lengths,
-        tokens=options.tokens,
-        rounds=options.rounds,
-        together=options.together,
-        out=options.out,
-        fleet=fleet,
-        resume=options.resume,
-        jobs=options.jobs,
-        servers=servers,
-    )
+    plan = _plan(options, checkpoint, fleet, servers)
     try:
         with report.progress_display(console, checkpoint.name) as update:
             measure_throughput(plan, paths, update)
     finally:
         # An interrupted run has measured something too.
-        rows = [row | stamp() for row in summarize(plan.read_rows(), plan.model, options.tp)]
+        rows = summarize(plan.read_rows(), plan.model, options.tp)
         if rows:
             file = options.out / f"{checkpoint.name}.server.jsonl"
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))

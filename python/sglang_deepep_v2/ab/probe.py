@@ -11,7 +11,7 @@ from pathlib import Path
 from sglang_deepep_v2.ab.servers import Server
 
 NUM_PROMPTS = 50
-_FIRST_TOKEN = 10
+FIRST_TOKEN = 10
 _LONG_EVERY = 20
 _LONGER_BY = 32
 
@@ -44,7 +44,7 @@ def make_prompts(vocab: int, chunk: int, seed: int = 0, num_prompts: int = NUM_P
     prompts = []
     for index in range(num_prompts):
         length = chunk + rng.randint(1, _LONGER_BY) if index % _LONG_EVERY == 0 else rng.randint(4, 24)
-        prompts.append([rng.randrange(_FIRST_TOKEN, vocab) for _ in range(length)])
+        prompts.append([rng.randrange(FIRST_TOKEN, vocab) for _ in range(length)])
     return prompts
 
 

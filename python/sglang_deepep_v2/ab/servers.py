@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -25,6 +26,9 @@ CAPACITY = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
 _STOP_GRACE_S = 3.0
 _KILL_GRACE_S = 5.0
 _LOG_TAIL_LINES = 25
+_USAGE_ERROR = re.compile(r"(sglang serve|\S*launch_server(\.py)?): error: ")
+# torch.compile keeps its kernels in TMPDIR unless told otherwise; they serve the next run too.
+_COMPILE_CACHE = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"}
 _PREFILL_LINE = re.compile(
     r"\[[^\]]*?(?P<process>(?: (?:DP|TP|EP|PP)\d+)+)?\] DeepEP v2 prefill: "
     r"pipeline=(?P<pipeline>\S+) sync=(?P<sync>\S+) transport=(?P<transport>\S+)(?:.*? reason=(?P<reason>.*))?"
@@ -172,6 +176,8 @@ class Fleet:
         self._running: set[subprocess.Popen] = set()
         self._lock = threading.Lock()
         self._closed = False
+        # SGLang's sockets and scratch files have names that another run could take too.
+        self._scratch = tempfile.TemporaryDirectory(prefix="ab-", ignore_cleanup_errors=True)
 
     @contextlib.contextmanager
     def run_server(self, path: ServePath, settings: ServeSettings, log: Path) -> Iterator[Server]:
@@ -209,7 +215,7 @@ class Fleet:
                 stream.flush()
                 process = subprocess.Popen(
                     list(command),
-                    env=env,
+                    env=_COMPILE_CACHE | env | {"TMPDIR": self._scratch.name},
                     cwd=cwd,
                     stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
                     stdout=subprocess.PIPE if piped else stream,
@@ -232,6 +238,7 @@ class Fleet:
             processes = list(self._running)
         for process in processes:
             _end_group(process)
+        self._scratch.cleanup()
 
 
 def _end_group(process: subprocess.Popen) -> None:
@@ -334,4 +341,6 @@ def interrupt_on_sigterm() -> Iterator[None]:
 
 def _log_tail(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-    return "\n".join("  | " + line[:300] for line in lines[-_LOG_TAIL_LINES:])
+    # argparse prints its whole usage before the one line that matters.
+    refused = [line for line in lines[-_LOG_TAIL_LINES:] if _USAGE_ERROR.match(line)]
+    return "\n".join("  | " + line[:300] for line in refused[-1:] or lines[-_LOG_TAIL_LINES:])

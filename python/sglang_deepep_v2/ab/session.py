@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from sglang_deepep_v2.ab.fingerprint import fingerprint
 from sglang_deepep_v2.ab.paths import ServePath
 from sglang_deepep_v2.ab.probe import Probe, load_probes, probe_server, save_probes
 from sglang_deepep_v2.ab.servers import (
@@ -26,6 +26,7 @@ from sglang_deepep_v2.ab.servers import (
     launch_environment,
     read_prefill_lines,
 )
+from sglang_deepep_v2.provenance import stamp
 
 REFERENCE = "transformers"
 _PROBE_TIMEOUT_S = 1200.0
@@ -46,6 +47,7 @@ class PathResult:
         start_s, probe_s: seconds until the server answered, and for all prompts.
         log: the server's log.
         accuracy: the evaluation's numbers, when one was asked for.
+        stamp: the machine, versions, commit and date of the measurement.
         probes: the answers, kept in a file of their own.
     """
 
@@ -58,6 +60,7 @@ class PathResult:
     log: str = ""
     accuracy: dict | None = None
     resumed: bool = False
+    stamp: dict = field(default_factory=dict)
     probes: list[Probe] = field(default_factory=list, repr=False)
 
     @property
@@ -110,20 +113,15 @@ class Job:
 
     def fingerprint(self, path: ServePath | None) -> str:
         """Changes with anything that may change the answer of a path."""
-        question = [asdict(self.settings), list(map(list, self.prompts)), self.new_tokens, self.evaluation]
-        environment = {}
-        if path is not None:
-            question += [asdict(path)]
-            environment = {k: v for k, v in launch_environment(path, self.settings).items() if k.startswith("SGLANG_")}
-        # A generated checkpoint says what it was generated from.
-        stamp = Path(self.settings.model) / "generated.json"
-        question += [environment, stamp.read_text() if stamp.is_file() else ""]
-        return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
+        served = asdict(path) if path is not None else None
+        environment = launch_environment(path, self.settings) if path is not None else {}
+        question = (served, list(map(list, self.prompts)), self.new_tokens, self.evaluation)
+        return fingerprint(self.settings, environment, *question)
 
 
 def run_path(job: Job, path: ServePath, report: Report) -> PathResult:
     """Serve, probe and stop one path; a failure becomes the result's `error`."""
-    if (kept := _resumed(job, path.name, path)) is not None:
+    if (kept := resumed(job, path.name, path, report)) is not None:
         report(path.name, "kept from the earlier run")
         return kept
     log = job.file(path.name, ".log")
@@ -155,7 +153,7 @@ def run_path(job: Job, path: ServePath, report: Report) -> PathResult:
 
 def run_reference(job: Job, report: Report) -> PathResult:
     """The transformers oracle, in a process of its own."""
-    if (kept := _resumed(job, REFERENCE, None)) is not None:
+    if (kept := resumed(job, REFERENCE, None, report)) is not None:
         report(REFERENCE, "kept from the earlier run")
         return kept
     log, answers, prompts = (job.file(REFERENCE, suffix) for suffix in (".log", ".probes.json", ".prompts.json"))
@@ -206,6 +204,7 @@ def run_all(
 
 
 def _keep(job: Job, result: PathResult, path: ServePath | None) -> None:
+    result.stamp = stamp()
     if result.error is not None:
         job.file(result.path, ".json").unlink(missing_ok=True)
         return
@@ -216,13 +215,20 @@ def _keep(job: Job, result: PathResult, path: ServePath | None) -> None:
     scratch.replace(job.file(result.path, ".json"))
 
 
-def _resumed(job: Job, name: str, path: ServePath | None) -> PathResult | None:
+def resumed(
+    job: Job, name: str, path: ServePath | None, report: Report = lambda path, status: None
+) -> PathResult | None:
+    """The earlier run's result; None without one, with another question, or with damaged files, which is reported."""
     file = job.file(name, ".json")
     if not job.resume or not file.is_file():
         return None
-    record = json.loads(file.read_text())
-    if record["fingerprint"] != job.fingerprint(path):
+    try:
+        record = json.loads(file.read_text())
+        if record["fingerprint"] != job.fingerprint(path):
+            return None
+        fields = record["result"] | {"resumed": True}
+        fields["lines"] = [PrefillLine(**line) for line in fields["lines"]]
+        return PathResult(**fields, probes=load_probes(job.file(name, ".probes.json")))
+    except (ValueError, KeyError, TypeError, OSError) as exc:
+        report(name, f"not kept, {file} or its .probes.json is damaged ({type(exc).__name__}): measured again")
         return None
-    fields = record["result"] | {"resumed": True}
-    fields["lines"] = [PrefillLine(**line) for line in fields["lines"]]
-    return PathResult(**fields, probes=load_probes(job.file(name, ".probes.json")))

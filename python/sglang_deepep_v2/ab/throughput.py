@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
+import os
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from sglang_deepep_v2.ab.fingerprint import fingerprint
 from sglang_deepep_v2.ab.paths import ServePath
 from sglang_deepep_v2.ab.servers import (
     Fleet,
@@ -23,10 +24,12 @@ from sglang_deepep_v2.ab.servers import (
 )
 from sglang_deepep_v2.ab.serving_bench import ServingBench, start_serving_bench
 from sglang_deepep_v2.ab.session import Report
+from sglang_deepep_v2.provenance import stamp
 
 _WARMUP_PROMPTS = 2
 _MIN_PROMPTS = 4
 _TIMEOUT_S = 1800.0
+_ROW = ("path", "prompt_len", "round", "input_tok_s", "settings", "stamp")
 
 
 @dataclass(frozen=True)
@@ -64,18 +67,33 @@ class ThroughputPlan:
 
     def read_rows(self) -> list[dict]:
         """The single measurements on disk that were taken with this plan's settings."""
-        lines = self.raw_file.read_text().splitlines() if self.raw_file.is_file() else []
-        return [row for row in map(json.loads, lines) if row["settings"] == self.fingerprint()]
+        return [row for row in self._rows()[0] if row["settings"] == self.fingerprint()]
+
+    def drop_damaged_rows(self) -> int:
+        """Rewrite the file without the lines that an interruption cut; how many there were."""
+        rows, damaged = self._rows()
+        if damaged:
+            self.raw_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return damaged
+
+    def _rows(self) -> tuple[list[dict], int]:
+        """The whole rows on disk, and the number of damaged lines."""
+        rows, damaged = [], 0
+        for line in self.raw_file.read_bytes().splitlines() if self.raw_file.is_file() else []:
+            try:
+                row = json.loads(line)
+                rows.append({name: row[name] for name in _ROW})
+            except (ValueError, KeyError, TypeError):
+                damaged += 1
+        return rows, damaged
 
     def fingerprint(self) -> str:
         """Changes with anything that makes two measurements incomparable."""
-        question = json.dumps([asdict(self.settings), self.tokens, self.together], sort_keys=True)
-        return hashlib.sha256(question.encode()).hexdigest()[:16]
+        return fingerprint(self.settings, os.environ, self.tokens, self.together)
 
 
 def measure_throughput(plan: ThroughputPlan, paths: Sequence[ServePath], report: Report) -> list[dict]:
-    """One row per path and prompt length: `path`, `model`, `prompt_len`, `input_tok_s_median`, `_min`, `_max`,
-    `rounds`, `ep`.
+    """One row per path and prompt length, as `summarize` makes them.
 
     Raises:
         ServerFailed: a server or a measurement failed, or a server ran another pipeline than its path's.
@@ -83,6 +101,8 @@ def measure_throughput(plan: ThroughputPlan, paths: Sequence[ServePath], report:
     plan.out.mkdir(parents=True, exist_ok=True)
     if not plan.resume:
         plan.raw_file.unlink(missing_ok=True)
+    elif damaged := plan.drop_damaged_rows():
+        report("throughput", f"{damaged} damaged line(s) dropped from {plan.raw_file}: measured again")
     done = {(row["path"], row["prompt_len"], row["round"]) for row in plan.read_rows()}
 
     def missing(path: ServePath, round_index: int) -> list[int]:
@@ -181,10 +201,15 @@ def run_bench(
 
 
 def summarize(rows: Sequence[dict], model: str, ep: int) -> list[dict]:
-    """Median and spread of single measurements, in the order in which paths and lengths first appear."""
+    """Median and spread of single measurements, in the order in which paths and lengths first appear.
+
+    `path`, `model`, `prompt_len`, `input_tok_s_median`, `_min`, `_max`, `rounds`, `ep`, and the last one's stamp.
+    """
     speeds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    stamps: dict[tuple[str, int], dict] = {}
     for row in rows:
         speeds[row["path"], row["prompt_len"]].append(row["input_tok_s"])
+        stamps[row["path"], row["prompt_len"]] = row["stamp"]
     return [
         {
             "path": path,
@@ -195,6 +220,7 @@ def summarize(rows: Sequence[dict], model: str, ep: int) -> list[dict]:
             "input_tok_s_max": round(max(values), 1),
             "rounds": len(values),
             "ep": ep,
+            **stamps[path, length],
         }
         for (path, length), values in speeds.items()
     ]
@@ -202,6 +228,6 @@ def summarize(rows: Sequence[dict], model: str, ep: int) -> list[dict]:
 
 def _append_row(plan: ThroughputPlan, path: ServePath, length: int, round_index: int, speed: float) -> None:
     row = {"path": path.name, "prompt_len": length, "round": round_index, "input_tok_s": speed}
-    row["settings"] = plan.fingerprint()
+    row |= {"settings": plan.fingerprint(), "stamp": stamp()}
     with plan.raw_file.open("a") as stream:
         stream.write(json.dumps(row) + "\n")
