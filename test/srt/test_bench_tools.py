@@ -406,6 +406,18 @@ def test_command_passes_its_options_on(command, monkeypatch, tmp_path):
     assert args.out == str(tmp_path)
 
 
+def test_a_reader_that_goes_away_ends_the_benchmark_quietly(tmp_path):
+    code = (
+        f"import sys; sys.path.insert(0, {str(BENCHMARK)!r}); import bench_layer\n"
+        "bench_layer.Bench.run = lambda self: [print('line', flush=True) for _ in range(100_000)] and 0\n"
+        f"sys.argv[1:] = ['--out', {str(tmp_path)!r}]; sys.exit(bench_layer.main())"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    process.stdout.close()
+    assert (process.wait(60), process.stderr.read()) == (141, b"")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_ended_benchmark_leaves_no_worker(tmp_path, number):
     command = [

@@ -110,7 +110,7 @@ def ab(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory of results and server logs. Demo: .demo/runs.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep what an earlier run with the same options measured.")
+        bool, typer.Option("--resume", help="Keep what was measured with the same options, patch and versions.")
     ] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Servers that start at a time. Demo: 2, else 1.")] = None,
     json_file: Annotated[
