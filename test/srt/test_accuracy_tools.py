@@ -148,7 +148,8 @@ def test_paths_that_finished_are_recorded_when_others_fail_or_the_run_ends(tmp_p
         return eval_paths.Outcome(*outcomes[name])
 
     monkeypatch.setattr(eval_paths, "evaluate", evaluate)
-    monkeypatch.setattr(eval_paths, "stamp", lambda: dict(gpu="g", versions={}, commit="c", date="d"))
+    date = "2026-01-01T00:00:00+00:00"
+    monkeypatch.setattr(eval_paths, "stamp", lambda: dict(gpu="g", versions={}, commit="c", date=date))
     order = ["psum_sync_free", "labels", "nonexpanded"]
     common = ["--model", str(tmp_path / "fp8"), "--limit", "10", "--parallel", "1", "--device", "cpu"]
 

@@ -125,7 +125,7 @@ def site(tmp_path: Path) -> Site:
     site = make_environment(tmp_path / "env")
     write(site.packages / "sglang", SGLANG)
     install_version(site, VERSION)
-    for name in ("__init__.py", "boot.py", "overlay.py", "status.py"):
+    for name in ("__init__.py", "boot.py", "console.py", "overlay.py", "status.py"):
         write(site.packages / "sglang_deepep_v2", {name: (PACKAGE / name).read_text()})
     (site.packages / "overlay.pth").write_text((ROOT / "sglang_deepep_v2_overlay.pth").read_text())
     write(site.tree, TREE)
