@@ -27,8 +27,6 @@ _STOP_GRACE_S = 3.0
 _KILL_GRACE_S = 5.0
 _LOG_TAIL_LINES = 25
 _USAGE_ERROR = re.compile(r"(sglang serve|\S*launch_server(\.py)?): error: ")
-# torch.compile keeps its kernels in TMPDIR unless told otherwise; they serve the next run too.
-_COMPILE_CACHE = {"TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"}
 _PREFILL_LINE = re.compile(
     r"\[[^\]]*?(?P<process>(?: (?:DP|TP|EP|PP)\d+)+)?\] DeepEP v2 prefill: "
     r"pipeline=(?P<pipeline>\S+) sync=(?P<sync>\S+) transport=(?P<transport>\S+)(?:.*? reason=(?P<reason>.*))?"
@@ -215,7 +213,7 @@ class Fleet:
                 stream.flush()
                 process = subprocess.Popen(
                     list(command),
-                    env=_COMPILE_CACHE | env | {"TMPDIR": self._scratch.name},
+                    env=env | {"TMPDIR": self._scratch.name},
                     cwd=cwd,
                     stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
                     stdout=subprocess.PIPE if piped else stream,
