@@ -249,26 +249,39 @@ def jit_facts(rank, world, cache):
     import os
 
     import sglang.srt.model_executor.moe_ep_setup as setup
+    import torch.distributed as dist
+    from sglang.srt.layers.deep_gemm_wrapper import compile_utils, psum
 
     def kernels():
         """DeepGEMM's: one folder each, with its binary in it once it is compiled."""
         return {os.path.basename(folder) for folder, _, names in os.walk(cache) if "kernel.cubin" in names}
 
+    # As the scheduler sets it: the first rank of a node compiles for the others.
+    compile_utils._DO_COMPILE_ALL = rank == 0
     layer = build_layer(SHAPE, Weights.make(SHAPE, True), rank)
-    setup.maybe_prebuild_deepep_v2_buffers(model=torch.nn.ModuleList([layer]))
-    torch.cuda.synchronize()
+    model = torch.nn.ModuleList([layer])
+    setup.maybe_prebuild_deepep_v2_buffers(model=model)
+    dist.barrier()
     compiled = kernels()
     for tokens in (4, 1, 60, 128, 512):
         forward(layer, Batch.make(SHAPE, tokens, tokens))
     torch.cuda.synchronize()
-    return len(compiled), sorted(kernels() - compiled)
+    added = sorted(kernels() - compiled)
+    psum._warmed.clear()
+    for name in ("w13_weight", "w2_weight"):
+        # What weight offloading leaves of them between two forwards.
+        setattr(layer, name, torch.nn.Parameter(getattr(layer, name).to("meta"), requires_grad=False))
+    setup.maybe_prebuild_deepep_v2_buffers(model=model)
+    return len(compiled), added, len(psum._warmed)
 
 
-def test_start_up_compiles_every_gemm_that_a_prefill_runs(tmp_path):
+@pytest.mark.timeout(560)
+def test_start_up_compiles_every_gemm_that_a_prefill_runs(world, tmp_path):
     environment = dict(SGLANG_JIT_DEEPGEMM_PRECOMPILE="1", SGLANG_DG_CACHE_DIR=str(tmp_path))
-    [(compiled, added)] = run_ranks(1, jit_facts, str(tmp_path), env=environment, timeout_s=500)
-    print(f"start-up compiled {compiled} kernels")
-    assert compiled > 0 and not added, added
+    for compiled, added, offloaded in run_ranks(world, jit_facts, str(tmp_path), env=environment, timeout_s=500):
+        print(f"start-up compiled {compiled} kernels")
+        assert compiled > 0 and not added, added
+        assert offloaded == 2, "experts that are offloaded are compiled as well"
 
 
 def memory_facts(rank, world, fp8):

@@ -1,5 +1,6 @@
 """The ElasticBuffer is built once before serving, by the call that ModelRunner delegates, and only for deepep_v2."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -124,6 +125,24 @@ def test_psum_gemms_are_compiled_before_any_forward(buffer, compiled, monkeypatc
     monkeypatch.setattr(psum.compile_utils, "_ENABLE_JIT_DEEPGEMM_PRECOMPILE", False)
     psum._ensure_warm(torch.empty(5, 512, 256, dtype=fp8), 1000)
     assert len(compiled) == 3
+
+
+@pytest.mark.parametrize(("offloaded", "rows"), [(False, 4096), (True, 3072)])
+def test_warm_up_takes_half_of_the_free_memory(monkeypatch, offloaded, rows):
+    """Experts that are offloaded need their own bytes of it as well."""
+    experts, n, k = 1, 1024, 2048
+    row_bytes = 2 * k + 2 * n
+    weight = SimpleNamespace(shape=(experts, n, k), dtype=torch.bfloat16, is_cuda=not offloaded)
+    weight.nbytes = 1024 * row_bytes
+    compiled = []
+    monkeypatch.setattr(psum, "_row_alignment", lambda: 128)
+    monkeypatch.setattr(psum, "_compile", lambda weight, row_counts: compiled.append(row_counts))
+    monkeypatch.setattr(psum, "get_available_gpu_memory", lambda *_: 2 * 4096 * row_bytes / (1 << 30))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(psum.compile_utils, "_local_rank_compile_lock", lambda *_: contextlib.nullcontext())
+    psum._warm_up(weight, 10**6)
+    psum._warm_up(weight, 300)
+    assert compiled == [range(128, rows + 1, 128), range(128, 301, 128)]
 
 
 def test_labels_pipeline_compiles_no_psum_gemms(buffer, compiled):

@@ -155,6 +155,8 @@ def _warm_up(weight: torch.Tensor, max_rows: int) -> None:
     alignment = _row_alignment()
     row_bytes = (k + k // 32 if kind == "FP8" else 2 * k) + 2 * n
     budget = get_available_gpu_memory("cuda", torch.cuda.current_device()) * (1 << 30) * _WARM_UP_MEMORY_FRACTION
+    if not weight.is_cuda:
+        budget = max(0, budget - weight.nbytes)
     affordable = int(budget // row_bytes)
     if affordable < max_rows:
         logger.warning(
@@ -194,6 +196,9 @@ def _compile(weight: torch.Tensor, row_counts: range) -> None:
     experts, n, k = weight.shape
     rows = row_counts[-1]
     cuda = {"device": "cuda"}
+    if not weight.is_cuda:
+        # Offloaded experts are on the GPU within a forward only.
+        weight = torch.empty(weight.shape, dtype=weight.dtype, **cuda)
     psum = torch.zeros(experts, dtype=torch.int32, **cuda)
     out = torch.empty(rows, n, dtype=torch.bfloat16, **cuda)
     a = torch.empty(rows, k, dtype=weight.dtype, **cuda)
