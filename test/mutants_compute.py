@@ -184,6 +184,13 @@ COMPUTE = (
         (BUFFER_TESTS + "test_r6_tiles_that_mix_experts_are_refused",),
     ),
     (
+        "offloaded experts warm up without memory of their own",
+        PSUM,
+        "budget = max(0, budget - weight.nbytes)",
+        "pass",
+        ("test_prebuild.py::test_warm_up_takes_half_of_the_free_memory",),
+    ),
+    (
         "sync-free limit ignored",
         SYNC_FREE,
         "if limit is not None and needed > limit:",
