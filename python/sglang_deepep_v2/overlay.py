@@ -11,7 +11,8 @@ extends    SGLang's file runs first, then ours runs in the same namespace, so wh
 =========  =======================================================================================
 
 An extends file lists the names it takes over in ``__overrides__``; any other collision is an error.
-``SGLANG_OVERLAY=0`` runs plain SGLang. Reloading an extended module is not supported.
+``SGLANG_OVERLAY=0`` runs plain SGLang. Reloading an extended module is refused; ``inspect.getsource`` and
+``python -m`` see only the patch's half of one.
 """
 
 import functools
@@ -27,7 +28,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import find_spec as find_spec_anywhere
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 _PACKAGE = Path(__file__).resolve().parent
 # A wheel carries the tree inside the package; a checkout has it beside the package.
@@ -131,13 +132,13 @@ def read_lock() -> dict[str, dict[str, str]]:
         reason = "not a table of versions"
     except FileNotFoundError:
         return {}
-    except (AttributeError, ValueError) as error:
+    except (AttributeError, OSError, ValueError) as error:
         reason = str(error)
     raise OverlayError(f"{LOCK} cannot be read ({reason}). Restore it, or delete it and run `{WRITE_LOCK}`.")
 
 
-def _sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _problem(module: TreeModule, base: Path | None, locked: dict[str, str]) -> str | None:
@@ -150,7 +151,7 @@ def _problem(module: TreeModule, base: Path | None, locked: dict[str, str]) -> s
         return "no such file in SGLang"
     if module.name not in locked:
         return "not in the lock"
-    return None if locked[module.name] == _sha256(base) else "SGLang's file is not the locked one"
+    return None if locked[module.name] == _sha256(base.read_bytes()) else "SGLang's file is not the locked one"
 
 
 def findings() -> list[Finding]:
@@ -175,12 +176,42 @@ def _findings(locked: dict[str, str]) -> Iterator[Finding]:
         yield Finding(module, base, _problem(module, base, locked))
 
 
+def is_active() -> bool:
+    """Whether this interpreter has the finder, which the .pth file puts there."""
+    # Not by importing boot, which would put it there.
+    return any(getattr(finder, "__module__", None) == "sglang_deepep_v2.boot" for finder in sys.meta_path)
+
+
+def check_in_charge() -> None:
+    """Raises OverlayError when the overlay is on and a module of the tree would come, or came, from elsewhere."""
+    if not enabled():
+        return
+    if not is_active():
+        raise OverlayError(
+            "sglang-deepep-v2 is installed and its loader is not: this interpreter processed no .pth file (python -S, "
+            "pip --target or PYTHONPATH do that). Install it into the interpreter's site-packages (`pip install .` in "
+            f"its checkout); {SWITCH}=0 runs SGLang without the patch."
+        )
+    loaded = {name: getattr(sys.modules.get(name), "__spec__", None) for name in modules()}
+    foreign = {name: spec.origin for name, spec in loaded.items() if spec and spec.origin != str(modules()[name].file)}
+    if foreign:
+        lines = "\n".join(f"  {name} from {origin}" for name, origin in foreign.items())
+        raise OverlayError(
+            "modules of SGLang were imported past sglang-deepep-v2, by an earlier .pth file or another import hook:\n"
+            f"{lines}\nRemove that one; {SWITCH}=0 runs SGLang without the patch."
+        )
+
+
 @functools.cache
-def verify() -> None:
-    """Raises OverlayError unless all files are as locked: all at once, so no child process fails first."""
+def verify() -> dict[str, str]:
+    """The lock's hashes of the installed SGLang, by module name.
+
+    Raises OverlayError unless all files are as locked: all at once, so no child process fails first.
+    """
+    check_in_charge()
     wrong = [found for found in findings() if found.problem]
     if not wrong:
-        return
+        return read_lock()[base_version()]
     lines = "\n".join(f"  {f.module.name} ({f.module.kind}): {f.problem} {f.base_file or ''}" for f in wrong)
     version = base_version()
     raise OverlayError(
@@ -202,7 +233,7 @@ def write_lock() -> str:
     missing = [name for name, file in based.items() if file is None]
     if missing:
         raise OverlayError(f"sglang {installed} has no file for {', '.join(missing)}: the patch does not fit it")
-    lock = read_lock() | {installed: {name: _sha256(file) for name, file in based.items()}}
+    lock = read_lock() | {installed: {name: _sha256(file.read_bytes()) for name, file in based.items()}}
     # Replaced in one step: a server that starts meanwhile reads the old lock or the new one.
     draft = LOCK.with_name(f"{LOCK.name}.{os.getpid()}")
     try:
@@ -214,12 +245,28 @@ def write_lock() -> str:
     return installed
 
 
+class _BaseLoader(SourceFileLoader):
+    """Runs SGLang's file of the module ``real`` from the bytes that were verified: a stale .pyc may hold other code."""
+
+    def __init__(self, name: str, real: str):
+        super().__init__(name, str(base_file(real)))
+        self._locked = verify()[real]
+
+    def get_code(self, fullname: str) -> CodeType:
+        source = self.get_data(self.path)
+        if _sha256(source) != self._locked:
+            raise OverlayError(f"{self.path} changed while this process ran; start it again")
+        return self.source_to_code(source, self.path)
+
+
 class _ExtendsLoader(SourceFileLoader):
     """Runs SGLang's file, keeps its names as sglang_upstream's, then runs ours in the same namespace."""
 
     def exec_module(self, module: ModuleType) -> None:
+        if "__overrides__" in vars(module):
+            raise OverlayError(f"{module.__name__} is an extended module: reloading it is not supported")
         shadow = _UPSTREAM + module.__name__.removeprefix(_BASE)
-        base = SourceFileLoader(module.__name__, str(base_file(module.__name__)))
+        base = _BaseLoader(module.__name__, module.__name__)
         module.__file__ = base.path
         try:
             base.exec_module(module)
@@ -268,7 +315,7 @@ def _find_upstream(name: str) -> ModuleSpec:
         raise ModuleNotFoundError(f"{name}: not an overlaid module, import {real}", name=name)
     verify()
     if module.kind == "replaces":
-        return spec_from_file_location(name, base_file(real))
+        return spec_from_file_location(name, base_file(real), loader=_BaseLoader(name, real))
     import_module(real)
     if name not in _Shadow.names:
         raise ImportError(f"{name} is imported while SGLang's own file still runs (an import cycle)", name=name)

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from sglang_deepep_v2 import cpu_reference
+from sglang_deepep_v2 import cpu_reference, overlay
 from sglang_deepep_v2.cpu_reference import stand_ins, torchvision_absent
 
 TRANSPORT = "SGLANG_DEEPEP_V2_USE_REFERENCE_TRANSPORT"
@@ -61,6 +61,18 @@ def test_nothing_is_stood_in_for_elsewhere(bare):
     bare.setenv("SGLANG_PLATFORM", "another")
     bare.setattr(stand_ins, "_STAND_INS", (lambda: pytest.fail("installed"),))
     stand_ins.register()
+
+
+def test_a_process_that_runs_past_the_patch_is_ended(bare):
+    """On every platform: SGLang loads entry points also where no .pth file was processed."""
+
+    def refuse():
+        raise overlay.OverlayError("its loader is not")
+
+    bare.setenv("SGLANG_PLATFORM", "another")
+    bare.setattr(overlay, "check_in_charge", refuse)
+    with pytest.raises(SystemExit, match="its loader is not"):
+        stand_ins.register()
 
 
 def test_a_stand_in_that_does_not_fit_ends_the_process(bare, caplog):

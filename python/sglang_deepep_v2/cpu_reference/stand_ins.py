@@ -28,10 +28,16 @@ def register() -> None:
     """Entry point of `sglang.srt.plugins`: install the stand-ins on the CPU reference platform, nothing elsewhere.
 
     Raises:
-        SystemExit: a stand-in does not fit the installed SGLang.
+        SystemExit: a module of the patch came from SGLang instead, or a stand-in does not fit the installed SGLang.
     """
+    from sglang_deepep_v2 import overlay
     from sglang_deepep_v2.cpu_reference import is_selected
 
+    # SGLang calls entry points also where no .pth file was processed, and only logs what derives from Exception.
+    try:
+        overlay.check_in_charge()
+    except overlay.OverlayError as error:
+        raise SystemExit(str(error)) from error
     if not is_selected():
         return
     for stand_in in _STAND_INS:
