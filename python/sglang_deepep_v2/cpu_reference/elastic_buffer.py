@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from sglang_deepep_v2.cpu_reference.placement import gather_rows, place_rows, tma_aligned_column_major
 from sglang_deepep_v2.cpu_reference.routing import (
     Header,
     ReferenceEvent,
@@ -27,7 +28,6 @@ from sglang_deepep_v2.cpu_reference.routing import (
     exchange_headers,
     filled,
 )
-from sglang_deepep_v2.cpu_reference.routing import align as _align
 
 PaddingFill = Literal["zeros", "nan"]
 
@@ -223,69 +223,22 @@ class ReferenceElasticBuffer:
         is_local = (global_ids >= first_expert) & (global_ids < first_expert + num_local_experts)
         local_ids = torch.where(is_local, global_ids - first_expert, -1)
 
-        num_recv = sum(recv_counts)
-        num_topk = topk_idx.shape[1]
-        counts = torch.bincount(local_ids[is_local], minlength=num_local_experts)
-        aligned = (counts + alignment - 1) // alignment * alignment
+        max_tokens = None if cpu_sync else self.num_ranks * capacity
+        placement = place_rows(local_ids, num_local_experts, alignment, do_expand, max_tokens)
         if cumulative_local_expert_recv_stats is not None:
-            cumulative_local_expert_recv_stats += counts.to(torch.int32)
-        if cpu_sync:
-            num_recv_tokens, num_expanded = num_recv, int(aligned.sum())
-        else:
-            num_recv_tokens = self.num_ranks * capacity
-            num_expanded = num_recv_tokens * min(num_topk, num_local_experts)
-            num_expanded = _align(num_expanded + (alignment - 1) * num_local_experts, alignment)
-
-        slots = torch.full((num_recv, num_topk), -1, dtype=torch.int64, device=x.device)
-        if do_expand:
-            starts = aligned.cumsum(0) - aligned
-            psum = starts + counts
-            token, lane = is_local.nonzero(as_tuple=True)
-            expert = local_ids[token, lane]
-            order = torch.argsort(expert, stable=True)
-            token, lane, expert = token[order], lane[order], expert[order]
-            nth_of_expert = torch.arange(expert.numel(), device=x.device) - (counts.cumsum(0) - counts)[expert]
-            rows = starts[expert] + nth_of_expert
-            slots[token, lane] = rows
-            num_rows, source = num_expanded, token
-        else:
-            psum = aligned.cumsum(0)
-            num_rows = num_recv_tokens
-            rows = source = torch.arange(num_recv, device=x.device)
-
-        # source_of_row[i] is the received token of row i, or -1 for padding.
-        source_of_row = torch.full((num_rows,), -1, dtype=torch.int64, device=x.device)
-        source_of_row[rows] = source
-        padding = (source_of_row < 0).nonzero().flatten()
-        fill = self.padding_fill
-        recv_x = _gather_rows(recv_rows, source_of_row, padding, filled((1, x.shape[1]), x.dtype, x.device, fill))
-        recv_x = recv_x.view(x.dtype)
-        recv_sf = None
-        if sf is not None:
-            sf_fill = filled((1, sf.shape[1]), sf.dtype, x.device, fill)
-            recv_sf = _gather_rows(sf_rows, source_of_row, padding, sf_fill)
-            if use_tma_aligned_col_major_sf:
-                recv_sf = _tma_aligned_column_major(recv_sf, sf_fill)
-        recv_topk_idx = recv_topk_weights = None
-        if not do_expand:
-            ids_fill = filled((1, num_topk), torch.int64, x.device, fill)
-            recv_topk_idx = _gather_rows(local_ids, source_of_row, padding, ids_fill)
-        if topk_weights is not None:
-            if do_expand:
-                recv_topk_weights = filled((num_rows,), torch.float32, x.device, fill)
-                recv_topk_weights[rows] = weights[token, lane]
-            else:
-                weights_fill = filled((1, num_topk), torch.float32, x.device, fill)
-                recv_topk_weights = _gather_rows(weights, source_of_row, padding, weights_fill)
+            cumulative_local_expert_recv_stats += placement.counts.to(torch.int32)
+        recv_x, recv_sf, recv_topk_idx, recv_topk_weights = self._lay_out(
+            placement, recv_rows, x.dtype, sf_rows, local_ids, weights, use_tma_aligned_col_major_sf
+        )
         if do_zero_padding:
-            gaps = padding[padding < int(aligned.sum())]
+            gaps = placement.padding[placement.padding < int(placement.aligned.sum())]
             for tensor in (recv_x, recv_sf, recv_topk_weights):
                 if tensor is not None:
                     (tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor)[gaps] = 0
 
         master_lane = is_local.to(torch.int8).argmax(dim=1)
-        src_rank = src_token // capacity
-        metadata = torch.cat([src_token[:, None], (src_rank * num_topk + master_lane)[:, None], slots], dim=1)
+        src_lane = src_token // capacity * topk_idx.shape[1] + master_lane
+        metadata = torch.cat([src_token[:, None], src_lane[:, None], placement.slots], dim=1)
         recv_per_rank = torch.tensor(recv_counts, dtype=torch.int32, device=x.device)
         out_handle = ReferenceHandle(
             do_expand=do_expand,
@@ -294,14 +247,14 @@ class ReferenceElasticBuffer:
             num_max_tokens_per_rank=capacity,
             num_sms=num_sms,
             topk_idx=topk_idx.clone() if do_handle_copy else topk_idx,
-            num_recv_tokens=num_recv_tokens,
-            num_expanded_tokens=num_expanded,
-            num_recv_tokens_per_expert_list=aligned.tolist() if cpu_sync else [],
+            num_recv_tokens=placement.num_recv_tokens,
+            num_expanded_tokens=placement.num_expanded,
+            num_recv_tokens_per_expert_list=placement.aligned.tolist() if cpu_sync else [],
             psum_num_recv_tokens_per_scaleup_rank=recv_per_rank.cumsum(0).to(torch.int32),
-            psum_num_recv_tokens_per_expert=psum.to(torch.int32),
-            num_unaligned_recv_tokens_per_expert=counts.to(torch.int32) if do_expand else None,
+            psum_num_recv_tokens_per_expert=placement.psum.to(torch.int32),
+            num_unaligned_recv_tokens_per_expert=placement.counts.to(torch.int32) if do_expand else None,
             recv_src_metadata=metadata.to(torch.int32),
-            num_rows=num_rows,
+            num_rows=placement.num_rows,
             sent_tokens=sent_tokens,
             send_counts=send_counts,
             recv_counts=recv_counts,
@@ -314,6 +267,30 @@ class ReferenceElasticBuffer:
             out_handle,
             ReferenceEvent(),
         )
+
+    def _lay_out(self, placement, rows, dtype, scales, local_ids, weights, column_major):
+        """Received rows (int64 words of `dtype`), scales, ids (not expanded) and weights in place, padding filled."""
+        expanded, fill = placement.lane is not None, self.padding_fill
+
+        def gather(received):
+            one_row = filled((1, received.shape[1]), received.dtype, received.device, fill)
+            return gather_rows(received, placement, one_row), one_row
+
+        hidden = rows.shape[1] * rows.element_size() // dtype.itemsize
+        recv_x = gather_rows(rows, placement, filled((1, hidden), dtype, rows.device, fill)).view(dtype)
+        recv_sf = recv_topk_idx = recv_topk_weights = None
+        if scales is not None:
+            recv_sf, sf_fill = gather(scales)
+            if column_major:
+                recv_sf = tma_aligned_column_major(recv_sf, sf_fill)
+        if not expanded:
+            recv_topk_idx, _ = gather(local_ids)
+        if weights is not None and expanded:
+            recv_topk_weights = filled((placement.num_rows,), torch.float32, weights.device, fill)
+            recv_topk_weights[placement.row] = weights[placement.token, placement.lane]
+        elif weights is not None:
+            recv_topk_weights, _ = gather(weights)
+        return recv_x, recv_sf, recv_topk_idx, recv_topk_weights
 
     def combine(
         self,
@@ -462,24 +439,6 @@ def _unpack_metadata(meta, topk_idx, topk_weights, sf):
     if sf is not None:
         scales = meta[:, end:].contiguous().view(sf.dtype)
     return ids, weights, scales, src_token
-
-
-def _gather_rows(rows, source_of_row, padding, fill: torch.Tensor) -> torch.Tensor:
-    """`rows[source_of_row]`; padding rows get the one row `fill` (same bytes per row as `rows`)."""
-    fill = fill.view(rows.dtype)
-    if rows.shape[0] == 0:
-        return fill.repeat(source_of_row.shape[0], 1)
-    out = rows.index_select(0, source_of_row.clamp(min=0))
-    out[padding] = fill
-    return out
-
-
-def _tma_aligned_column_major(sf: torch.Tensor, fill: torch.Tensor) -> torch.Tensor:
-    """`sf` with strides (1, rows rounded up to 4); the lanes past the last row are padding too."""
-    num_rows = sf.shape[0]
-    lanes = fill.t().repeat(1, _align(num_rows, 4))
-    lanes[:, :num_rows] = sf.t()
-    return lanes.t()[:num_rows]
 
 
 def _sum_local_rows(x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
