@@ -85,6 +85,23 @@ def test_a_cuda_command_is_not_held_against_the_cpu_transport(cpu, gpu):
     assert transport_seen(gpu(probes), "cuda") is None
 
 
+@pytest.mark.parametrize(
+    ("words", "transport", "said"),
+    [
+        ("--device=cuda", "0", False),
+        ("--device cpu --device cuda", "0", False),
+        ("--device cuda --device cpu", None, False),
+        ("--served-model-name cuda", None, True),
+        ("--served-model-name --device=x cuda", None, False),
+    ],
+)
+def test_only_the_device_option_makes_a_cuda_command(cpu, words, transport, said):
+    machine = cpu({"launch": {**LAUNCH, "device": "cpu", "required": 1}})
+    found = check_launch(machine, read_command(["sglang", "serve", "m", *words.split()]))
+    assert machine.child_env["launch"].get(USE_REFERENCE) == transport
+    assert ("checked as a CPU server" in found.message) == said
+
+
 def test_launch_command_without_a_device(tmp_path):
     """Where no GPU is, SGLang starts a CPU server, and the doctor says what it took the command for."""
     command = f"python -m sglang.launch_server --model-path {write_config(tmp_path)} --moe-a2a-backend deepep_v2"
@@ -117,6 +134,15 @@ def test_a_sync_free_limit_is_held_against_the_models_layer(tmp_path):
     expect(short, "fail", f"needs {needed} bytes", f"{rows} rows", f"allows {needed - 1}")
     assert short.fix == f"export {LIMIT}={needed}"
     expect(check(needed), "ok", "capacity 32")
+
+
+def test_plain_sglang_has_no_sync_free_limit_to_hold(tmp_path):
+    words = f"SGLANG_OVERLAY=0 sglang serve {write_config(tmp_path)} --moe-a2a-backend deepep_v2 --tp 2 --device cuda"
+    launch = read_command([*words.split(), "--chunked-prefill-size", "64", "--max-prefill-tokens", "64"])
+    finding = check_launch(Machine({**os.environ, CAPACITY: "64", **launch.env}), launch)
+    if "needs 2 GPUs" in finding.message:
+        pytest.skip("this machine has one GPU")
+    expect(finding, "ok", "capacity 64")
 
 
 def test_a_sync_free_limit_that_cannot_be_compared_is_said(gpu):

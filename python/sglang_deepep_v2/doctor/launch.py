@@ -37,12 +37,13 @@ def check_launch(machine: Machine, launch: Launch) -> Finding:
         return Finding("launch", "fail", launch.problem, fix)
     # A check must not download: the model's config has to be here already.
     env = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    if "cuda" in launch.argv and not machine.has_gpu:
+    device = _device(launch.argv)
+    if device == "cuda" and not machine.has_gpu:
         # A command for another machine is held against that machine's transport, not this one's.
         env[USE_REFERENCE] = "0"
     reply = machine.probe("launch", *launch.argv, env={**env, **launch.env})
     note = ""
-    if not machine.has_gpu and not any(word.partition("=")[0] == "--device" for word in launch.argv):
+    if device is None and not machine.has_gpu:
         note = "; checked as a CPU server, add --device cuda to check it for GPUs"
     if "error" in reply:
         return _refused(reply, note)
@@ -70,6 +71,16 @@ def check_launch(machine: Machine, launch: Launch) -> Finding:
         return Finding("launch", "ok", f"{where}, decode role, capacity {reply['capacity']} tokens per rank{note}")
     budget = f"a prefill dispatches up to {reply['required']} tokens per rank, capacity {reply['capacity']}"
     return Finding("launch", "ok", f"{where}; {budget}{note}")
+
+
+def _device(argv: Sequence[str]) -> str | None:
+    """The value of the last --device, as SGLang's parser reads it; None without one."""
+    device = None
+    for word, following in zip(argv, [*argv[1:], ""]):
+        name, equals, value = word.partition("=")
+        if name == "--device":
+            device = value if equals else following
+    return device
 
 
 def _refused(reply: dict, note: str) -> Finding:

@@ -232,7 +232,9 @@ def _sync_free(args, view, capacity):
     from sglang.srt.environ import envs
 
     switches = ("ENABLE_SYNC_FREE_PREFILL", "ENABLE_PSUM_PIPELINE", "ENABLE_PREFILL_EXPAND")
-    limit = envs.SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES.get()
+    # Plain SGLang declares none of these variables.
+    declared = getattr(envs, "SGLANG_DEEPEP_V2_SYNC_FREE_MAX_BYTES", None)
+    limit = None if declared is None else declared.get()
     if limit is None or not all(getattr(envs, f"SGLANG_DEEPEP_V2_{name}").get() for name in switches):
         return None
     from sglang.srt.layers.moe.token_dispatcher import sync_free
