@@ -1,6 +1,10 @@
 """The doctor's checks of software and hardware: every branch, with small fakes."""
 
+import json
 import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,18 +30,44 @@ def test_overlay(cpu):
     check = software.check_overlay
     expect(check(cpu({"overlay": OVERLAY})), "ok", "0.5.23", "2 new, 1 replaces, 3 extends")
     expect(check(cpu({"overlay": {**OVERLAY, "enabled": False}})), "warn", fix="unset SGLANG_OVERLAY")
-    expect(
-        check(cpu({"overlay": {**OVERLAY, "active": False}})),
-        "fail",
-        "not in a new interpreter",
-        fix="pip install",
-    )
+    unread = check(cpu({"overlay": {**OVERLAY, "active": False}}))
+    expect(unread, "fail", "not in a new interpreter", "its .pth file was not processed", "not with --target")
+    nowhere = {"error": "x", "error_type": "ModuleNotFoundError", "missing": "sglang_deepep_v2"}
+    expect(check(cpu({"overlay": nowhere})), "fail", "not in a new interpreter", "is not installed there")
     wrong = {
         **OVERLAY,
         "problem": "verified on sglang 0.5.23; installed: 0.5.22. Run `pip install sglang==0.5.23`",
     }
     expect(check(cpu({"overlay": wrong})), "fail", "0.5.22", fix="pip install sglang==0.5.23")
     expect(check(cpu()), "fail", "No module named 'overlay'")
+
+
+@pytest.mark.parametrize(
+    ("recorded", "words"),
+    [
+        ({"url": "file://{root}/a%20b", "dir_info": {"editable": True}}, "-e '{root}/a b'"),
+        ({"url": "file://{root}/a%20b", "dir_info": {}}, "'{root}/a b'"),
+        ({"url": "file://{root}/gone", "dir_info": {}}, "{here}"),
+        ({"url": "https://host/it.whl", "archive_info": {}}, "{here}"),
+        (None, "{here}"),
+    ],
+)
+def test_the_remedy_of_a_missing_loader_names_a_checkout(cpu, monkeypatch, tmp_path, recorded, words):
+    """Never a name to look up in an index, where anybody may have taken it."""
+    root = tmp_path / "a b"
+    (root / "python" / "sglang_deepep_v2").mkdir(parents=True)
+    (root / "pyproject.toml").touch()
+    text = json.dumps(recorded).replace("{root}", str(tmp_path)) if recorded else None
+    monkeypatch.setattr(software, "distribution", lambda name: SimpleNamespace(read_text=lambda file: text))
+    found = software.check_overlay(cpu({"overlay": {**OVERLAY, "active": False}}))
+    words = words.format(root=tmp_path, here=Path(__file__).resolve().parents[2])
+    assert found.fix == f"{sys.executable} -m pip install --force-reinstall --no-deps {words}"
+
+
+def test_the_remedy_of_a_wheel_whose_checkout_is_gone(cpu, monkeypatch):
+    monkeypatch.setattr(software, "_checkout", lambda: (None, False))
+    found = software.check_overlay(cpu({"overlay": {**OVERLAY, "active": False}}))
+    expect(found, "fail", fix=" -m pip install --force-reinstall --no-deps .  # in a checkout of this repository")
 
 
 # torch and NCCL

@@ -1,9 +1,12 @@
 """Checks of the installed software: SGLang with the overlay, torch, NCCL, DeepEP, DeepGEMM, CUDA toolkit."""
 
+import json
 import os
 import re
 import shlex
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from .machine import USE_REFERENCE, Finding, Machine
 
@@ -13,18 +16,18 @@ _DEEP_EP = "pip install sgl-deep-ep==0.1.2.post1"
 _DEEP_GEMM = "pip install sgl-deep-gemm==0.2.3.post2"
 _NCCL_MIN = {"ElasticBuffer": (2, 30, 0), "EPBuffer": (2, 32, 3)}
 _NVCC_MIN = (12, 3)
+_DISTRIBUTION = "sglang-deepep-v2"
+SITE_ONLY = "install into the interpreter's own site-packages, not with --target or PYTHONPATH"
 
 
 def check_overlay(machine: Machine) -> Finding:
     """The installed SGLang is the locked one and new interpreters carry the loader."""
     reply = machine.probe("overlay")
-    if reply.get("missing") == "sglang_deepep_v2" or reply.get("active") is False:
-        return Finding(
-            "overlay",
-            "fail",
-            "the loader is not in a new interpreter, so servers run SGLang without the patch",
-            f"{shlex.quote(machine.python)} -m pip install --force-reinstall --no-deps sglang-deepep-v2",
-        )
+    absent = reply.get("missing") == "sglang_deepep_v2"
+    if absent or reply.get("active") is False:
+        why = "sglang_deepep_v2 is not installed there" if absent else f"its .pth file was not processed: {SITE_ONLY}"
+        problem = f"the loader is not in a new interpreter, so servers run SGLang without the patch; {why}"
+        return Finding("overlay", "fail", problem, _reinstall(machine.python))
     problem = reply.get("error") or reply.get("problem")
     if problem:
         command = re.search(r"`([^`]+)`", problem)
@@ -33,6 +36,30 @@ def check_overlay(machine: Machine) -> Finding:
         return Finding("overlay", "warn", "SGLANG_OVERLAY=0: SGLang runs without the patch", "unset SGLANG_OVERLAY")
     kinds = ", ".join(f"{count} {kind}" for kind, count in reply["kinds"].items() if count)
     return Finding("overlay", "ok", f"sglang {reply['base']}, as locked; modules: {kinds}")
+
+
+def _reinstall(python: str) -> str:
+    """The command that installs this package anew; it is in no index, only in a checkout."""
+    install = f"{shlex.quote(python)} -m pip install --force-reinstall --no-deps"
+    checkout, editable = _checkout()
+    if checkout is None:
+        return f"{install} .  # in a checkout of this repository"
+    return f"{install} {'-e ' * editable}{shlex.quote(str(checkout))}"
+
+
+def _checkout() -> tuple[Path | None, bool]:
+    """The checkout that this package was installed from or runs in, None where it is gone; and whether editable."""
+    try:
+        recorded = json.loads(distribution(_DISTRIBUTION).read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        recorded = {}
+    address = urlsplit(recorded.get("url", ""))
+    # A wheel file's address is a file: one too.
+    places = [Path(unquote(address.path))] if address.scheme == "file" else []
+    for place in (*places, Path(__file__).resolve().parents[3]):
+        if (place / "pyproject.toml").is_file() and (place / "python" / "sglang_deepep_v2").is_dir():
+            return place, bool(recorded.get("dir_info", {}).get("editable"))
+    return None, False
 
 
 def check_torch(machine: Machine) -> Finding:
