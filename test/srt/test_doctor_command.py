@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -32,10 +33,11 @@ def gpu(tmp_path):
 # settings
 
 
-def test_known_variables_are_those_the_installed_registry_has():
+def test_declared_variables_are_those_the_installed_registry_has():
     from sglang.srt.environ import Envs
 
-    assert set(settings.known_variables()) == {name for name in vars(Envs) if name.startswith(settings.PREFIX)}
+    known = {name for name in settings.declared_variables() if name.startswith(settings.PREFIX)}
+    assert known == {name for name in vars(Envs) if name.startswith(settings.PREFIX)}
 
 
 @pytest.mark.parametrize(
@@ -201,6 +203,21 @@ def test_children_that_crash_hang_or_print_rubbish(tmp_path):
     assert (reply["version"], reply["buffer"]) == ("2.5.0", "EPBuffer")
 
 
+def test_a_grandchild_that_holds_the_pipes_is_not_waited_for(tmp_path):
+    source = """
+        import subprocess, sys, time
+        held = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        print("said", held.pid, flush=True)
+        time.sleep(60)
+    """
+    began = time.monotonic()
+    command = [sys.executable, "-c", textwrap.dedent(source)]
+    done = Machine(fake_site(tmp_path), timeout_s=2).run(command)
+    taken = time.monotonic() - began
+    os.kill(int(done.out.split()[1]), signal.SIGKILL)
+    assert (done.code, done.out[:5], done.err) == (None, "said ", "") and taken < 30
+
+
 @pytest.mark.parametrize(
     ("sources", "expected"),
     [
@@ -323,6 +340,20 @@ def run_doctor(*words, **env):
     report = json.loads(done.stdout)
     assert report["ok"] == (done.exit_code == 0) == (report["counts"]["fail"] == 0)
     return {f["check"]: f for f in report["findings"]}
+
+
+@pytest.mark.parametrize("seconds", ["inf", "1e300", "nan", "86401"])
+def test_a_limit_that_no_clock_holds_is_refused(seconds):
+    done = CliRunner().invoke(app, ["doctor", "--timeout", seconds], env={"COLUMNS": "200"})
+    assert done.exit_code == 2 and "--timeout" in done.output and "86400" in done.output, done.output
+
+
+def test_the_longest_limit_is_not_doubled(cpu):
+    machine = cpu()
+    machine.timeout_s = 86400.0
+    machine.probes["overlay"] = {"error": machine.late, "error_type": "timeout"}
+    fix = next(finding.fix for finding in examine(machine) if finding.check == "overlay")
+    assert fix == "sglang-deepep-v2 doctor --timeout 86400"
 
 
 @pytest.mark.loader

@@ -5,6 +5,7 @@ itself is a finding like any other. Importing this package imports neither torch
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,7 +17,7 @@ from sglang_deepep_v2.ab.servers import interrupt_on_sigterm
 
 from . import hardware, settings, software
 from .launch import check_launch, read_command
-from .machine import Finding, Launch, Machine
+from .machine import MAX_TIMEOUT_S, Finding, Launch, Machine
 
 __all__ = ["Finding", "Machine", "doctor", "examine"]
 
@@ -48,7 +49,8 @@ def examine(machine: Machine, launch: Launch | None = None) -> list[Finding]:
             machine.stop()
             raise
     # Whatever was not waited for, no other remedy is known to help.
-    words = f"sglang-deepep-v2 doctor --timeout {max(120, 2 * machine.timeout_s):g}" + (" -- ..." if launch else "")
+    longer = min(MAX_TIMEOUT_S, max(120, 2 * machine.timeout_s))
+    words = f"sglang-deepep-v2 doctor --timeout {longer:g}" + (" -- ..." if launch else "")
     return [replace(finding, fix=words) if machine.late in finding.message else finding for finding in findings]
 
 
@@ -80,7 +82,9 @@ def doctor(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds one import or command may take.", min=1)] = 120.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds one import or command may take.", min=1, max=MAX_TIMEOUT_S)
+    ] = 120.0,
 ) -> None:
     """Check this machine, and a launch command, for the DeepEP V2 backend. Exits 1 when a check fails.
 
@@ -92,6 +96,9 @@ def doctor(
 
     * with its variables: sglang-deepep-v2 doctor -- NAME=VALUE python -m sglang.launch_server --model-path MODEL
     """
+    # A range takes nan, which compares with nothing.
+    if math.isnan(timeout):
+        raise typer.BadParameter(f"--timeout {timeout} is no number between 1 and {MAX_TIMEOUT_S}")
     launch = read_command(command) if command else None
     machine = Machine(timeout_s=timeout)
     if launch:

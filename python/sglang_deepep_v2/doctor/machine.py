@@ -16,6 +16,9 @@ from typing import Any, Literal
 Level = Literal["ok", "warn", "fail"]
 REFERENCE = "the CPU reference transport will be used"
 USE_REFERENCE = "SGLANG_DEEPEP_V2_USE_REFERENCE_TRANSPORT"
+MAX_TIMEOUT_S = 86400
+# How long a killed child's pipes may stay open.
+_PIPES_S = 2.0
 _PROBES = Path(__file__).with_name("probes.py")
 _MARK = "@doctor "
 _TRUE = {"1", "true", "yes", "y"}
@@ -102,11 +105,22 @@ class Machine:
             out, err = child.communicate(timeout=timeout_s or self.timeout_s)
             return Completed(child.returncode, out, err)
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            out, err = child.communicate()
-            return Completed(None, out, err)
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            return Completed(None, *self._rest(child))
         finally:
             self._children.discard(child)
+
+    @staticmethod
+    def _rest(child: subprocess.Popen) -> tuple[str, str]:
+        """What a killed child wrote. A grandchild in a session of its own outlives it and may hold the pipes."""
+        try:
+            return child.communicate(timeout=_PIPES_S)
+        except subprocess.TimeoutExpired as held:
+            child.stdout.close()
+            child.stderr.close()
+            # Bytes, though the child's pipes are text.
+            return (held.output or b"").decode(errors="replace"), (held.stderr or b"").decode(errors="replace")
 
     def stop(self) -> None:
         """Ends every child, those included that other threads start from now on."""

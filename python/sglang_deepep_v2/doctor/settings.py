@@ -21,12 +21,8 @@ _NETWORK_FUSE = re.compile(r"fuse\.(?!fuse-overlayfs|overlay|lxcfs|portal|gvfsd)
 _MIN_FREE = 1 << 30
 
 
-def known_variables() -> dict[str, str]:
-    """SGLANG_DEEPEP_V2_* variable -> its field's class (EnvBool, EnvInt), read without an import."""
-    return {name: kind for name, kind in _declared().items() if name.startswith(PREFIX)}
-
-
-def _declared() -> dict[str, str]:
+def declared_variables() -> dict[str, str]:
+    """Every variable that SGLang and this patch declare -> its field's class (EnvBool, EnvInt ...); no import."""
     from sglang_deepep_v2 import overlay
 
     name = "sglang.srt.environ"
@@ -45,7 +41,7 @@ def _declared() -> dict[str, str]:
 
 def check_variables(machine: Machine) -> Finding:
     """Every variable that is meant for this backend is one it reads, with a value it accepts."""
-    declared = _declared()
+    declared = declared_variables()
     known = {name: kind for name, kind in declared.items() if name.startswith(PREFIX)}
     if not known:
         return Finding("variables", "warn", "SGLang is not installed: the variables cannot be checked")
