@@ -7,6 +7,7 @@ from typer.core import TyperCommand
 
 from sglang_deepep_v2.ab.command import ab
 from sglang_deepep_v2.bench import bench
+from sglang_deepep_v2.console import watched_output
 from sglang_deepep_v2.doctor import doctor
 from sglang_deepep_v2.status import status
 from sglang_deepep_v2.upstream import upstream
@@ -31,9 +32,17 @@ class Command(TyperCommand):
             raise
 
 
+class App(typer.Typer):
+    """The whole command line; lost output ends it as ``watched_output`` says, whichever command wrote it."""
+
+    def __call__(self, *args, **kwargs):
+        with watched_output():
+            return super().__call__(*args, **kwargs)
+
+
 # Typer's frames cut text into 80 columns where there is no terminal to ask.
 _FRAMED = sys.stderr.isatty()
-app = typer.Typer(
+app = App(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,

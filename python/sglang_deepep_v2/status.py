@@ -1,6 +1,7 @@
 """`sglang-deepep-v2 status`: what the patch overlays, and whether SGLang is the verified one."""
 
 import json
+import sys
 from typing import Annotated
 
 import typer
@@ -11,6 +12,11 @@ from sglang_deepep_v2 import overlay
 from sglang_deepep_v2.console import make_console
 
 _PARENT = "sglang.srt"
+_INACTIVE = "the loader is not active in this interpreter, so it runs SGLang without the patch"
+_WHY_INACTIVE = (
+    "Its .pth file was not processed, as with `python -S`, a folder of PYTHONPATH or `pip install --target`: "
+    "install into the interpreter's own site-packages."
+)
 
 
 def status(
@@ -20,7 +26,9 @@ def status(
         typer.Option("--write-lock", help="First lock the installed SGLang's files."),
     ] = False,
 ) -> None:
-    """List every overlaid module; exit code 1 when the installed SGLang is not the verified one.
+    """List every overlaid module.
+
+    Exit code 1: the installed SGLang is not the verified one, or the loader is not active in this interpreter.
 
     Examples:
 
@@ -32,7 +40,8 @@ def status(
         enabled = overlay.enabled()
     except overlay.OverlayError as refusal:
         raise typer.BadParameter(str(refusal)) from refusal
-    error = None
+    active = _loader_is_active()
+    errors = [] if active or not enabled else [f"{_INACTIVE} ({sys.executable}). {_WHY_INACTIVE}"]
     found: list[overlay.Finding] = []
     lock: dict[str, dict[str, str]] = {}
     installed = overlay.base_version()
@@ -44,11 +53,13 @@ def status(
         stale = set(lock[installed]) - {f.module.name for f in found if f.module.kind != "new"}
         if stale:
             names = ", ".join(sorted(stale))
-            error = f"the lock names what the tree lacks: {names}; run `{overlay.WRITE_LOCK}`"
+            errors.append(f"the lock names what the tree lacks: {names}; run `{overlay.WRITE_LOCK}`")
     except (overlay.OverlayError, OSError) as problem:
-        error = str(problem)
+        errors.append(str(problem))
+    error = "\n".join(errors) or None
     report = {
         "enabled": enabled,
+        "active": active,
         "sglang": installed,
         "verified": [*lock],
         "tree": str(overlay.TREE),
@@ -72,12 +83,21 @@ def status(
         raise typer.Exit(1)
 
 
+def _loader_is_active() -> bool:
+    """Whether this interpreter asks the loader for SGLang's modules."""
+    # Importing boot here would put the finder there.
+    boot = sys.modules.get("sglang_deepep_v2.boot")
+    return boot is not None and boot.OverlayFinder in sys.meta_path
+
+
 def _print(report: dict) -> None:
     console = make_console()
-    switch = "on" if report["enabled"] else f"off ({overlay.SWITCH}=0)"
+    switch = "on" if report["active"] else "without its loader"
+    if not report["enabled"]:
+        switch = f"off ({overlay.SWITCH}=0)"
     console.print(
         f"overlay {switch}, sglang {report['sglang'] or 'not installed'}, verified on "
-        f"{', '.join(report['verified']) or 'none'}\ntree {report['tree']}",
+        f"{', '.join(report['verified']) or 'none'}\ntree {escape(report['tree'])}",
         highlight=False,
         soft_wrap=True,
     )

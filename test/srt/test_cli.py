@@ -1,15 +1,19 @@
 """The command line: light to import, every command explains itself."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from sglang_deepep_v2 import overlay
 from sglang_deepep_v2.cli import app
 
 COMMANDS = typer.main.get_command(app).commands
@@ -79,6 +83,58 @@ def test_status_refuses_a_switch_that_is_neither_0_nor_1(monkeypatch):
     monkeypatch.setenv("SGLANG_OVERLAY", "7")
     done = python("from sglang_deepep_v2.cli import app; app()", "status")
     assert done.returncode == 2 and "SGLANG_OVERLAY='7'" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.loader
+def test_status_says_that_no_loader_is_in_this_interpreter(monkeypatch):
+    site = [sysconfig.get_path("purelib"), str(Path(overlay.__file__).parents[1])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(site))
+    command = [sys.executable, "-S", "-m", "sglang_deepep_v2", "status"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "overlay without its loader, sglang" in done.stdout
+    assert f"the loader is not active in this interpreter, so it runs SGLang without the patch ({sys.exec_prefix}" in (
+        done.stdout
+    )
+    assert "install into the interpreter's own site-packages" in done.stdout
+    report = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=120).stdout)
+    assert report["enabled"] and not report["active"] and report["error"].startswith("the loader is not active")
+    monkeypatch.setenv("SGLANG_OVERLAY", "0")
+    off = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert off.returncode == 0 and "overlay off (SGLANG_OVERLAY=0), sglang" in off.stdout
+
+
+def test_a_folder_named_like_markup_is_printed_as_it_is(monkeypatch):
+    monkeypatch.setattr(overlay, "TREE", Path("/a[red]b[/c]"))
+    done = CliRunner().invoke(app, ["status"])
+    assert "tree /a[red]b[/c]\n" in done.output, done.output
+
+
+OUTPUTS = ["status", "status --json", "--help", "upstream --help", "doctor --help"]
+
+
+@pytest.mark.parametrize("words", OUTPUTS)
+def test_output_to_a_full_disk_is_one_line_and_an_exit_code_of_its_own(words):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "sglang_deepep_v2", *words.split()]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (74, "cannot write the output: No space left on device\n")
+
+
+@pytest.mark.parametrize("words", OUTPUTS)
+def test_a_reader_that_goes_away_ends_a_command_quietly(words):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "sglang_deepep_v2", *words.split()]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_refusal_that_cannot_be_written_has_that_exit_code_too():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "sglang_deepep_v2", "upstream", "--into", ""]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (74, "")
 
 
 @pytest.mark.parametrize(
