@@ -45,8 +45,16 @@ def git(tree: Path, *arguments: str, **env: str) -> str:
 
 
 def is_repository(tree: Path) -> bool:
-    """Whether ``tree`` is the top of a git repository. One that git refuses to read is still one."""
-    return (tree / ".git").exists()
+    """Whether git keeps the SGLang in ``tree``: the top of a repository, or a folder of which one tracks files.
+
+    One that git refuses to read is still one.
+    """
+    if (tree / ".git").exists():
+        return True
+    if not any((folder / ".git").exists() for folder in tree.resolve().parents):
+        return False
+    tracked = _run_git(tree, ("ls-files", "--", str(PACKAGE)))
+    return tracked.returncode != 0 or bool(tracked.stdout)
 
 
 def is_branch_name(name: str) -> bool:
@@ -130,12 +138,15 @@ def _stage(tree: Path) -> Iterator[Path]:
 def add_branch(tree: Path, branch: str, known: Iterable[str], commits: Iterable[Commit]) -> None:
     """Put commits on a new branch on top of HEAD, and switch to it.
 
-    They are made in a worktree of their own, so that a hook that fails leaves ``tree`` as it was.
+    They are made in a worktree of their own, so that a hook that fails leaves ``tree`` as it was. Where ``tree`` is a
+    folder of a larger repository, the branch is that repository's, all of which must be committed.
 
     known  files of the package that must be in HEAD as they are in ``tree``
     """
+    prefix = git(tree, "rev-parse", "--show-prefix")
     if git(tree, "status", "--porcelain", "--untracked-files=no"):
-        raise MergeError(f"{tree} has uncommitted changes: commit or stash them first")
+        changed = git(tree, "rev-parse", "--show-toplevel") if prefix else tree
+        raise MergeError(f"{changed} has uncommitted changes: commit or stash them first")
     if _run_git(tree, ("rev-parse", "--verify", "--quiet", "HEAD")).returncode:
         raise MergeError(f"{tree} has no commit yet: commit SGLang first")
     if _run_git(tree, ("rev-parse", "--verify", "--quiet", f"refs/heads/{branch}")).returncode == 0:
@@ -146,7 +157,7 @@ def add_branch(tree: Path, branch: str, known: Iterable[str], commits: Iterable[
         worktree = Path(temporary) / "sglang"
         try:
             git(tree, "worktree", "add", "--quiet", "-b", branch, str(worktree))
-            _commit_all(worktree, commits)
+            _commit_all(worktree / prefix, commits)
             git(tree, "worktree", "remove", "--force", str(worktree))
             git(tree, "switch", "--quiet", branch)
         except BaseException:

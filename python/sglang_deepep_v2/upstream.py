@@ -171,6 +171,7 @@ def _into_existing(tree: Path, branch: str) -> Plan:
 
 
 def upstream(
+    ctx: typer.Context,
     into: Annotated[
         str,
         typer.Option(
@@ -190,7 +191,7 @@ def upstream(
     """Lay the patch onto SGLang's source, one commit per concern, so that it runs without the loader.
 
     New and replaced files are copied. In an extended file, SGLang's definitions that the patch takes over are renamed
-    _base_NAME, and the patch's own follow them. A TREE that is no git repository is changed without commits.
+    _base_NAME, and the patch's own follow them. A TREE that no git repository tracks is changed without commits.
 
     Examples:
 
@@ -213,6 +214,8 @@ def upstream(
             if not exists and tree.exists() and any(tree.iterdir()):
                 raise MergeError(f"{tree} is neither empty nor an SGLang checkout (no python/sglang in it)")
             has_git = not exists or target_tree.is_repository(tree)
+            if not has_git and ctx.get_parameter_source("branch").name == "COMMANDLINE":
+                raise typer.BadParameter(f"--branch {branch}: no git repository tracks {tree}, leave --branch out")
             if has_git and (branch == _BASE_BRANCH or not target_tree.is_branch_name(branch)):
                 problem = "is SGLang's own here" if branch == _BASE_BRANCH else "is no branch name"
                 raise typer.BadParameter(f"--branch {branch} {problem}")

@@ -50,6 +50,60 @@ def test_a_checkout_keeps_its_history_and_its_changes(checkout):
     assert int(git(checkout, "rev-list", "--count", "main..")) == len(CONCERNS)
 
 
+@pytest.fixture
+def vendored(tmp_path) -> Path:
+    """A checkout in a folder of a larger repository."""
+    root = tmp_path / "outer"
+    make_checkout(root / "third party/sglang")
+    (root / "notes").write_text("theirs\n")
+    git(root, "init", "--quiet", "-b", "main")
+    git(root, "add", ".")
+    git(root, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "theirs")
+    return root / "third party/sglang"
+
+
+@pytest.mark.parametrize("changed", ["notes", "third party/sglang/python/sglang/srt/environ.py"])
+def test_a_folder_of_a_larger_repository_gets_a_branch_of_that_one(vendored, changed):
+    outer = vendored.parents[1]
+    file = outer / changed
+    file.write_text((before := file.read_text()) + "# theirs\n")
+    refused = lay("--into", vendored)
+    assert refused.exit_code == 1 and one_line(refused).startswith(f"{outer} has uncommitted changes")
+    assert git(outer, "status", "--porcelain").count("\n") == 0 and git(outer, "branch") == "* main"
+
+    file.write_text(before)
+    done = lay("--into", vendored, "--branch", "expand")
+    assert done.exit_code == 0 and f"{len(CONCERNS)} commits on branch expand." in done.output
+    assert git(outer, "branch", "--show-current") == "expand" and git(outer, "status", "--porcelain") == ""
+    names = git(outer, "-c", "core.quotePath=off", "diff", "--name-only", "main..").splitlines()
+    assert {outer / name for name in names} == {tree_file(vendored, m) for m in overlay.modules().values()}
+    assert git(outer, "log", "--format=%s", "main") == "theirs"
+
+
+def test_a_commit_that_fails_leaves_a_larger_repository_as_it_was(vendored):
+    outer = vendored.parents[1]
+    write_hook(outer / ".git/hooks", REFUSING)
+    done = lay("--into", vendored)
+    assert done.exit_code == 1 and one_line(done) == "git commit: a line is | too long"
+    assert git(outer, "status", "--porcelain", "--branch") == "## main" and git(outer, "branch") == "* main"
+    assert len(git(outer, "worktree", "list").splitlines()) == 1
+
+
+def test_a_folder_that_the_repository_around_it_does_not_track_is_changed_without_commits(tmp_path):
+    git(tmp_path, "init", "--quiet", "-b", "main")
+    root = make_checkout(tmp_path / "scratch")
+    done = lay("--into", root)
+    assert done.exit_code == 0 and "no git here: files changed without commits" in done.output
+
+
+def test_a_branch_where_no_git_is_is_refused(checkout, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    before = {path: path.read_bytes() for path in checkout.rglob("*") if path.is_file()}
+    done = lay("--into", checkout, "--branch", "expand")
+    assert done.exit_code == 2 and f"--branch expand: no git repository tracks {checkout}" in done.output
+    assert {path: path.read_bytes() for path in checkout.rglob("*") if path.is_file()} == before
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "notes.txt").touch()
     assert "neither empty nor an SGLang checkout" in lay("--into", tmp_path).output.replace("\n", " ")
