@@ -3,7 +3,8 @@
 Its answers are a function of the prompt alone, plus `FAKE_SHIFT` on every logprob of an expanded path. It logs the
 prefill line of the path it was started for, or `FAKE_PIPELINE`, and names `FAKE_MODEL` as its model. With
 `FAKE_CHILD_PID_FILE` it has a child that ignores SIGTERM. `FAKE_DROP=1` leaves the last prompt out; `FAKE_SLEEP_S`
-delays each answer; `FAKE_CRASH=1` ends it at its start.
+delays each answer; `FAKE_CRASH=1` ends it at its start. `FAKE_CONTEXT` is the longest prompt of a benchmark that it
+does not reject, as SGLang does: with HTTP 400, or in a stream of HTTP 200.
 """
 
 import json
@@ -62,9 +63,8 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
         new_tokens = body.get("sampling_params", {}).get("max_new_tokens", 0)
         time.sleep(float(os.environ.get("FAKE_SLEEP_S", "0")))
-        if body.get("stream"):
-            answer = {"text": "4", "meta_info": {"completion_tokens": 1, "prompt_tokens": len(body["input_ids"])}}
-            self._send_bytes(f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n".encode())
+        if isinstance(body.get("input_ids", [None])[0], int):
+            self._answer_one(body["input_ids"], body.get("stream", False))
         elif "input_ids" in body:
             prompts = body["input_ids"][: -1 if os.environ.get("FAKE_DROP") else None]
             self._send([answer_tokens(prompt, new_tokens) for prompt in prompts])
@@ -73,11 +73,23 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._send({"text": "", "meta_info": {}})
 
-    def _send(self, document: object) -> None:
-        self._send_bytes(json.dumps(document).encode())
+    def _answer_one(self, prompt: list[int], stream: bool) -> None:
+        """One token; every other prompt's has no text, as special tokens have none."""
+        text = "4" if sum(prompt) % 2 else ""
+        answer = {"text": text, "meta_info": {"completion_tokens": 1, "prompt_tokens": len(prompt)}}
+        rejected = len(prompt) > int(os.environ.get("FAKE_CONTEXT", "1000000"))
+        if rejected:
+            answer = {"error": {"message": f"The input ({len(prompt)} tokens) is too long", "code": 400}}
+        if stream:
+            self._send_bytes(f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n".encode())
+        else:
+            self._send(answer, status=400 if rejected else 200)
 
-    def _send_bytes(self, payload: bytes) -> None:
-        self.send_response(200)
+    def _send(self, document: object, status: int = 200) -> None:
+        self._send_bytes(json.dumps(document).encode(), status)
+
+    def _send_bytes(self, payload: bytes, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("Content-Length", str(len(payload)))
         self.end_headers()
         self.wfile.write(payload)

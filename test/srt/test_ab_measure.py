@@ -95,10 +95,11 @@ def make_plan(tmp_path, **kwargs):
 def test_rounds_alternate_and_rows_carry_median_and_spread(fake_servers, monkeypatch, together):
     order, speed = [], itertools.count(100)
 
-    def bench(plan, process, server, path, length, tokens):
-        if tokens == plan.tokens:
-            order.append((path.name, length))
-        return float(next(speed)) if tokens == plan.tokens else 0.0
+    def bench(plan, process, server, path, length, warm_up=False):
+        if warm_up:
+            return 0.0
+        order.append((path.name, length))
+        return float(next(speed))
 
     monkeypatch.setattr(throughput, "run_bench", bench)
     plan = make_plan(fake_servers, together=together)
@@ -115,7 +116,7 @@ def test_rounds_alternate_and_rows_carry_median_and_spread(fake_servers, monkeyp
 
 
 def test_a_kept_server_is_measured_without_a_second_start(fake_servers, monkeypatch):
-    monkeypatch.setattr(throughput, "run_bench", lambda *args: 1.0)
+    monkeypatch.setattr(throughput, "run_bench", lambda *args, **kwargs: 1.0)
     with contextlib.ExitStack() as stack:
         plan = make_plan(fake_servers, together=True)
         kept = Kept(stack)
@@ -134,8 +135,8 @@ def test_a_kept_server_is_measured_without_a_second_start(fake_servers, monkeypa
 def test_an_interrupted_measurement_resumes_where_it_stopped(fake_servers, monkeypatch):
     measured = []
 
-    def bench(plan, process, server, path, length, tokens):
-        if tokens == plan.tokens:
+    def bench(plan, process, server, path, length, warm_up=False):
+        if not warm_up:
             if len(measured) == 3:
                 raise KeyboardInterrupt
             measured.append((path.name, length))
@@ -172,7 +173,7 @@ def test_an_interrupted_measurement_resumes_where_it_stopped(fake_servers, monke
 
 def test_a_server_on_another_pipeline_is_not_measured(fake_servers, monkeypatch):
     monkeypatch.setenv("FAKE_PIPELINE", "labels")
-    monkeypatch.setattr(throughput, "run_bench", lambda *args: 1.0)
+    monkeypatch.setattr(throughput, "run_bench", lambda *args, **kwargs: 1.0)
     with pytest.raises(ServerFailed, match="ran pipeline=labels"):
         measure_throughput(make_plan(fake_servers), [PATHS["psum"]], lambda *_: None)
 
@@ -187,9 +188,7 @@ def test_summarize_keeps_paths_apart():
 
 
 def test_throughput_comes_from_sglangs_own_benchmark(fake_servers, monkeypatch):
-    (fake_servers / "model").mkdir()
-    _write_tokenizer(fake_servers / "model")
-    monkeypatch.setenv("FAKE_MODEL", str(fake_servers / "model"))
+    serve_tiny_model(fake_servers, monkeypatch)
     plan = make_plan(fake_servers, prompt_lengths=(16,), rounds=2, together=True, jobs=2)
     rows = measure_throughput(plan, [PATHS["nonexpanded"], PATHS["psum"]], lambda *_: None)
     assert [(row["path"], row["rounds"]) for row in rows] == [("nonexpanded", 2), ("psum", 2)]
@@ -198,6 +197,33 @@ def test_throughput_comes_from_sglangs_own_benchmark(fake_servers, monkeypatch):
     # 256 tokens in prompts of 16; two runs a path, and one to warm up.
     assert log.count("Total input tokens:                      256") == 4
     assert log.count("Total input tokens:                      32 ") == 2
+
+
+def serve_tiny_model(folder, monkeypatch):
+    """The fake servers name a model with a tokenizer, which SGLang's benchmark loads."""
+    (folder / "model").mkdir()
+    _write_tokenizer(folder / "model")
+    monkeypatch.setenv("FAKE_MODEL", str(folder / "model"))
+
+
+def test_prompts_that_the_server_rejects_are_no_throughput(fake_servers, monkeypatch):
+    serve_tiny_model(fake_servers, monkeypatch)
+    monkeypatch.setenv("FAKE_CONTEXT", "16")
+    plan = make_plan(fake_servers, prompt_lengths=(16, 17), rounds=1)
+    with pytest.raises(ServerFailed) as failure:
+        measure_throughput(plan, [PATHS["psum"]], lambda *_: None)
+    said = str(failure.value)
+    assert "path psum, prompts of 17 tokens" in said and "2 of 2 requests were not answered" in said
+    assert "The input (17 tokens) is too long" in said
+    assert "tiny.bench.log" in said and plan.read_rows() == []
+
+
+def test_a_measurement_takes_some_prompts_even_above_its_tokens(fake_servers, monkeypatch):
+    serve_tiny_model(fake_servers, monkeypatch)
+    plan = make_plan(fake_servers, prompt_lengths=(128,), rounds=1, tokens=2 * 128)
+    measure_throughput(plan, [PATHS["psum"]], lambda *_: None)
+    log = (plan.out / "tiny.bench.log").read_text()
+    assert [log.count(f"Successful requests:                     {count} ") for count in (2, 4)] == [1, 1]
 
 
 def test_a_benchmark_that_fails_says_why_and_the_next_one_runs(tmp_path):

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -75,6 +75,19 @@ def _stand_in_for_datasets() -> None:
     sys.modules["datasets"] = module
 
 
+def _refuse_failures(calculate: Callable) -> Callable:
+    """The benchmark's `calculate_metrics`, which takes requests that failed for none, preceded by a check for them."""
+
+    def checked(*args, outputs: Sequence, **kwargs):
+        # A time to first token of 0 is no failure: a token may have no text, and the benchmark then records none.
+        if failed := [output for output in outputs if not output.success]:
+            reason = failed[0].error.strip()[-500:]
+            raise RuntimeError(f"{len(failed)} of {len(outputs)} requests were not answered: {reason}")
+        return calculate(*args, outputs=outputs, **kwargs)
+
+    return checked
+
+
 def main() -> None:
     # Replies keep the real stdout to themselves.
     replies = os.fdopen(os.dup(1), "w")
@@ -82,6 +95,7 @@ def main() -> None:
     _stand_in_for_datasets()
     from sglang.benchmark import serving
 
+    serving.calculate_metrics = _refuse_failures(serving.calculate_metrics)
     for line in sys.stdin:
         sys.argv = ["sglang.benchmark.serving", *json.loads(line)]
         print(time.strftime("%H:%M:%S"), *sys.argv, flush=True)

@@ -27,7 +27,7 @@ from sglang_deepep_v2.ab.session import Report
 from sglang_deepep_v2.provenance import stamp
 
 _WARMUP_PROMPTS = 2
-_MIN_PROMPTS = 4
+MIN_PROMPTS = 4
 _TIMEOUT_S = 1800.0
 _ROW = ("path", "prompt_len", "round", "input_tok_s", "settings", "stamp")
 
@@ -40,7 +40,7 @@ class ThroughputPlan:
         model: the checkpoint's name in the results.
         settings: how the servers are started.
         prompt_lengths: tokens per prompt.
-        tokens: prompt tokens of one measurement; the number of prompts follows from it.
+        tokens: prompt tokens of one measurement; the number of prompts follows from it, at least `MIN_PROMPTS`.
         rounds: measurements per path and length; paths alternate within a round.
         together: keep all servers up and alternate between them, instead of one server at a time.
         jobs: servers that start at the same time, when they are kept up together.
@@ -127,7 +127,7 @@ def measure_throughput(plan: ThroughputPlan, paths: Sequence[ServePath], report:
                         _warm_up(plan, bench, servers[path.name], path)
                     for length in lengths:
                         report(path.name, f"round {round_index + 1}: prompts of {length} tokens")
-                        speed = run_bench(plan, bench, servers[path.name], path, length, plan.tokens)
+                        speed = run_bench(plan, bench, servers[path.name], path, length)
                         _append_row(plan, path, length, round_index, speed)
                 report(path.name, f"round {round_index + 1} done")
     return summarize(plan.read_rows(), plan.model, plan.settings.tp)
@@ -167,30 +167,34 @@ def _warm_up(plan: ThroughputPlan, bench: ServingBench, server: Server, path: Se
         ServerFailed: a rank runs another pipeline than the path's.
     """
     for length in plan.prompt_lengths:
-        run_bench(plan, bench, server, path, length, _WARMUP_PROMPTS * length)
+        run_bench(plan, bench, server, path, length, warm_up=True)
     if wrong := check_prefill_lines(path, read_prefill_lines(server.log), plan.settings.tp):
         raise server.failed(f"of path {path.name}: {wrong}")
 
 
 def run_bench(
-    plan: ThroughputPlan, bench: ServingBench, server: Server, path: ServePath, length: int, tokens: int
+    plan: ThroughputPlan, bench: ServingBench, server: Server, path: ServePath, length: int, warm_up: bool = False
 ) -> float:
     """Input tokens per second of one run of SGLang's serving benchmark.
 
+    Args:
+        warm_up: send a few prompts only.
+
     Raises:
-        ServerFailed: it failed, or not every request was answered.
+        ServerFailed: it failed, or the server did not answer every request.
     """
-    prompts = max(_MIN_PROMPTS if tokens == plan.tokens else 1, tokens // length)
+    prompts = _WARMUP_PROMPTS if warm_up else max(MIN_PROMPTS, plan.tokens // length)
     output = plan.out / f".{plan.model}.{path.name}.bench.jsonl"
     output.unlink(missing_ok=True)
     arguments = ["--backend", "sglang", "--host", "127.0.0.1", "--port", str(server.port)]
     arguments += ["--dataset-name", "random-ids", "--tokenize-prompt", "--random-input-len", str(length)]
     arguments += ["--random-output-len", "1", "--random-range-ratio", "1.0", "--num-prompts", str(prompts)]
-    arguments += ["--warmup-requests", "0", "--disable-tqdm", "--output-file", str(output)]
+    # A stream reports a rejected prompt under HTTP 200, which the benchmark counts as completed.
+    arguments += ["--disable-stream", "--warmup-requests", "0", "--disable-tqdm", "--output-file", str(output)]
     try:
         bench.run(arguments, _TIMEOUT_S)
     except ServerFailed as exc:
-        raise ServerFailed(f"{exc}, {server.log}") from exc
+        raise ServerFailed(f"path {path.name}, prompts of {length} tokens: {exc}, {server.log}") from exc
     if not output.is_file():
         raise ServerFailed(f"sglang.benchmark.serving wrote no result; logs: {bench.log}, {server.log}")
     result = json.loads(output.read_text().splitlines()[-1])
