@@ -338,7 +338,12 @@ def test_misused_options_are_refused_before_anything_starts(fake_servers):
     Path("bad_model").mkdir()
     Path("bad_model/config.json").write_text("{")
     Path("binary").write_bytes(b"\xff\xfe\n")
-    for name, config in (("listed", "[]"), ("worded", '{"vocab_size": "many"}')):
+    for name, config in (
+        ("listed", "[]"),
+        ("worded", '{"vocab_size": "many"}'),
+        ("nested", '{"text_config": [1]}'),
+        ("small", '{"text_config": {"vocab_size": 512, "max_position_embeddings": 8192}}'),
+    ):
         Path(name).mkdir()
         Path(name, "config.json").write_text(config)
     for args, message in (
@@ -362,6 +367,17 @@ def test_misused_options_are_refused_before_anything_starts(fake_servers):
         (["--mem-fraction", "0"], "got 0"),
         (["--server-args", "'open"], '--server-args "\'open" is no shell command line'),
         (["--server-pythonpath", "a_file"], "--server-pythonpath a_file is no folder"),
+        (["--server-pythonpath", ""], "--server-pythonpath '' is no folder"),
+        (["--prompt-len", "5,6,5"], "--prompt-len names 5 twice"),
+        (["--prompt-len", "16,2048"], "prompts of 2048 tokens and one generated token are longer than the 2048 tokens"),
+        (["--model", "small", "--prompt-len", "8192"], "that --model small takes: give --prompt-len lengths of at"),
+        (["--model", "small", "--chunk", "8192"], "up to 8228 tokens, --model small takes 8192"),
+        (
+            ["--prompt-len", "512", "--server-args", "--context-length=512"],
+            "than the 512 tokens that --server-args '--context-length' takes: give --prompt-len lengths of at most 511",
+        ),
+        (["--model", "small", "--quick"], "ab with --model on a machine without a GPU has no use for --quick"),
+        (["--model", "nested"], "--model nested: text_config of config.json must be an object, got [1]"),
         (["--data-path", "a_file"], "ab without --eval has no use for --data-path"),
         (["--quick", "--eval-shots", "1"], "ab without --eval has no use for --eval-shots"),
         (["--quick", "--rounds", "2", "--together"], "ab without --prompt-len has no use for --rounds, --together"),
@@ -379,6 +395,31 @@ def test_misused_options_are_refused_before_anything_starts(fake_servers):
         outcome = CliRunner().invoke(app, ["ab", *args], env={"COLUMNS": "400", "HF_HUB_OFFLINE": "1"})
         assert outcome.exit_code == 2 and message in outcome.output, (args, outcome.output)
     assert not list(Path().glob("**/*.log"))
+
+
+def test_a_relative_folder_names_the_model(fake_servers):
+    folder = fake_servers / "named"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"vocab_size": 512}')
+    os.chdir(folder)
+    outcome = CliRunner().invoke(app, ["ab", "--model", ".", "--paths", "nonexpanded", "--tp", "2", "--out", "../runs"])
+    assert outcome.exit_code == 0, outcome.output
+    assert (fake_servers / "runs/named.nonexpanded.json").is_file()
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_bad_out_folder_is_refused_before_a_checkpoint_is_written(fake_servers, written):
+    outcome = CliRunner().invoke(app, ["ab", "--quick", "--out", "runs" if written else "/proc/absent"])
+    assert outcome.exit_code == (0 if written else 2), outcome.output
+    assert Path(".demo").exists() is written
+
+
+def test_a_working_folder_that_takes_no_checkpoint_is_named(fake_servers):
+    os.chdir("/proc")
+    outcome = CliRunner().invoke(app, ["ab", "--quick", "--out", str(fake_servers)], env={"COLUMNS": "400"})
+    assert outcome.exit_code == 2
+    assert "qwen3-moe-fp8 cannot be written into /proc/.demo/checkpoints" in outcome.output
+    assert "run ab in a folder that can be written to" in outcome.output
 
 
 def is_running(pid: int) -> bool:

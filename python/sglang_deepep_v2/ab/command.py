@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -26,16 +26,14 @@ from sglang_deepep_v2.ab.options import (
     parse_folder,
     parse_lengths,
     parse_words,
+    write_checkpoint,
 )
 from sglang_deepep_v2.ab.paths import PATHS, ServePath
 from sglang_deepep_v2.ab.probe import make_prompts
 from sglang_deepep_v2.ab.servers import Fleet, Server, ServerFailed, interrupt_on_sigterm
 from sglang_deepep_v2.ab.session import REFERENCE, Job, Kept, resumed, run_all
-from sglang_deepep_v2.ab.throughput import ThroughputPlan, measure_throughput, summarize
+from sglang_deepep_v2.ab.throughput import MIN_PROMPTS, ThroughputPlan, measure_throughput, summarize
 from sglang_deepep_v2.options import prepare_file, prepare_folder, refuse_ignored
-
-if TYPE_CHECKING:
-    pass
 
 # Twice the largest difference between correct paths of these checkpoints (0.05, and 0.10 from fp32 transformers); a
 # dropped router weight makes 0.9 and more.
@@ -72,7 +70,9 @@ def ab(
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Throughput: alternating rounds.")] = 3,
-    tokens: Annotated[int, typer.Option(min=1, help="Throughput: prompt tokens per measurement.")] = 262144,
+    tokens: Annotated[
+        int, typer.Option(min=1, help=f"Throughput: prompt tokens per measurement, at least {MIN_PROMPTS} prompts.")
+    ] = 262144,
     together: Annotated[
         bool,
         typer.Option("--together", help="Keep all servers up until the end; needs memory for all (--mem-fraction)."),
@@ -106,7 +106,7 @@ def ab(
         str, typer.Option(help="More arguments for every sglang.launch_server, as one string.")
     ] = "",
     server_pythonpath: Annotated[
-        list[Path] | None, typer.Option(help="Directory put first on every server's PYTHONPATH; may be repeated.")
+        list[str] | None, typer.Option(help="Directory put first on every server's PYTHONPATH; may be repeated.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory of results and server logs. Demo: .demo/runs.")] = None,
     resume: Annotated[
@@ -140,6 +140,8 @@ def ab(
     if model is not None and paths is not None:
         refuse_ignored(ctx, "ab with --model and --paths", ("quick",))
     cpu = model is None or not has_cuda()
+    if model is not None and cpu:
+        refuse_ignored(ctx, "ab with --model on a machine without a GPU", ("quick",))
     options = Options(
         model=model,
         cpu=cpu,
@@ -166,11 +168,13 @@ def ab(
         try:
             try:
                 checkpoints = find_checkpoints(options, paths, quick)
+                prepare_folder("--out", options.out)
+                if json_file is not None and str(json_file) != "-":
+                    prepare_file("--json", json_file)
+                for checkpoint in checkpoints:
+                    write_checkpoint(checkpoint, options)
             except (ValueError, OSError) as exc:
                 raise typer.BadParameter(str(exc)) from exc
-            prepare_folder("--out", options.out)
-            if json_file is not None and str(json_file) != "-":
-                prepare_file("--json", json_file)
             if cpu:
                 _explain_cpu(console)
             for checkpoint in checkpoints:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sglang_deepep_v2.ab.checkpoints import CheckpointSpec
 
 DEMO_DIR = Path(".demo")
+CHECKPOINTS = DEMO_DIR / "checkpoints"
 _RANDOM_PREFIX = "random:"
 
 # Per embedded checkpoint, the baseline first.
@@ -35,13 +36,17 @@ _QUICK_MODEL_PATHS = "nonexpanded,psum"
 
 @dataclass
 class Checkpoint:
-    """One checkpoint of the A/B: where it is, and the paths to serve it with, the baseline first."""
+    """One checkpoint of the A/B: where it is, and the paths to serve it with, the baseline first.
+
+    `spec` is that of a generated checkpoint, which `write_checkpoint` writes.
+    """
 
     name: str
     model: str
     vocab: int
     paths: list[ServePath]
-    with_reference: bool
+    spec: CheckpointSpec | None = None
+    with_reference: bool = False
 
 
 @dataclass
@@ -74,7 +79,10 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise typer.BadParameter(f"--prompt-len takes positive token counts separated by commas, got {text!r}")
-    return tuple(map(int, parts))
+    lengths = tuple(map(int, parts))
+    if repeated := [length for length in lengths if lengths.count(length) > 1]:
+        raise typer.BadParameter(f"--prompt-len names {repeated[0]} twice; each length is measured once")
+    return lengths
 
 
 def parse_words(server_args: str) -> list[str]:
@@ -84,10 +92,10 @@ def parse_words(server_args: str) -> list[str]:
         raise typer.BadParameter(f"--server-args {server_args!r} is no shell command line: {exc}") from exc
 
 
-def parse_folder(pythonpath: Path) -> str:
-    if not pythonpath.is_dir():
-        raise typer.BadParameter(f"--server-pythonpath {pythonpath} is no folder")
-    return str(pythonpath.resolve())
+def parse_folder(pythonpath: str) -> str:
+    if not pythonpath or not Path(pythonpath).is_dir():
+        raise typer.BadParameter(f"--server-pythonpath {pythonpath or repr(pythonpath)} is no folder")
+    return str(Path(pythonpath).resolve())
 
 
 def parse_evaluation(name, data_path, questions, shots, max_new_tokens) -> EvalSettings | None:
@@ -106,15 +114,18 @@ def parse_evaluation(name, data_path, questions, shots, max_new_tokens) -> EvalS
 
 
 def find_checkpoints(options: Options, paths: str | None, quick: bool) -> list[Checkpoint]:
-    from sglang_deepep_v2.ab.checkpoints import REALISTIC, TINY, ensure_checkpoint
+    """The checkpoints that the options name; a generated one is not written yet.
+
+    Raises:
+        ValueError: a path, a model or an option does not fit.
+    """
+    from sglang_deepep_v2.ab.checkpoints import REALISTIC, TINY
 
     if options.model is None:
         found = []
         for name, default_paths in (_QUICK if quick else _DEMO_PATHS).items():
             selected = select_paths(default_paths if paths is None else paths, cpu=True, ranks=options.tp)
-            _check_fits(TINY[name], options)
-            directory = ensure_checkpoint(TINY[name], DEMO_DIR / "checkpoints").resolve()
-            found.append(Checkpoint(name, str(directory), TINY[name].vocab, selected, supports(str(directory))))
+            found.append(_generated(TINY[name], options, selected))
         return found
     default_paths = _QUICK_MODEL_PATHS if quick or options.cpu else _MODEL_PATHS
     selected = select_paths(default_paths if paths is None else paths, cpu=options.cpu, ranks=options.tp)
@@ -124,24 +135,87 @@ def find_checkpoints(options: Options, paths: str | None, quick: bool) -> list[C
         if name not in REALISTIC:
             known = ", ".join(_RANDOM_PREFIX + key.removeprefix("random-") for key in REALISTIC)
             raise ValueError(f"--model {model} is unknown; generated ones are {known}")
-        _check_fits(REALISTIC[name], options)
-        device = "cpu" if options.cpu else "cuda"
-        model = str(ensure_checkpoint(REALISTIC[name], DEMO_DIR / "checkpoints", device).resolve())
-    return [Checkpoint(Path(model).name, model, _vocabulary(model), selected, False)]
+        return [_generated(REALISTIC[name], options, selected)]
+    config = _read_config(model)
+    # A folder may be named by `.` or a path that ends in `..`.
+    name = Path(model).resolve().name if Path(model).exists() else Path(model).name
+    vocabulary = _vocabulary(model, config)
+    _check_lengths(f"--model {model}", _max_positions(config), options)
+    return [Checkpoint(name, model, vocabulary, selected)]
 
 
-def _check_fits(spec: CheckpointSpec, options: Options) -> None:
-    """Refuse what no server of a generated checkpoint starts with. Raises ValueError."""
+def _generated(spec: CheckpointSpec, options: Options, paths: list[ServePath]) -> Checkpoint:
+    _check_ranks(spec, options)
+    _check_lengths(spec.name, spec.max_positions, options)
+    return Checkpoint(spec.name, str((CHECKPOINTS / spec.name).absolute()), spec.vocab, paths, spec)
+
+
+def write_checkpoint(checkpoint: Checkpoint, options: Options) -> None:
+    """Write a generated checkpoint that is not there yet, and see who can answer for it.
+
+    Raises:
+        ValueError: its folder cannot be written to.
+    """
+    from sglang_deepep_v2.ab.checkpoints import ensure_checkpoint
+
+    if checkpoint.spec is None:
+        return
+    try:
+        ensure_checkpoint(checkpoint.spec, CHECKPOINTS, "cpu" if options.cpu else "cuda")
+    except OSError as exc:
+        raise ValueError(
+            f"checkpoint {checkpoint.name} cannot be written into {CHECKPOINTS.absolute()}: {exc.strerror or exc}; "
+            "run ab in a folder that can be written to"
+        ) from exc
+    checkpoint.with_reference = options.model is None and supports(checkpoint.model)
+
+
+def _check_ranks(spec: CheckpointSpec, options: Options) -> None:
+    """Refuse ranks that no server of a generated checkpoint starts with. Raises ValueError."""
     if spec.experts % options.tp or spec.heads % options.tp:
         raise ValueError(
             f"--tp {options.tp} must divide the {spec.experts} experts and {spec.heads} attention heads of {spec.name}"
         )
+
+
+def _check_lengths(name: str, max_positions: int | None, options: Options) -> None:
+    """Refuse sequences that a server would reject.
+
+    Args:
+        name: the checkpoint's, for the message.
+        max_positions: most tokens of a sequence by its config; None where only the server knows.
+        options: their `--context-length` for the servers goes before the config.
+
+    Raises:
+        ValueError: a prompt and what is generated after it are longer.
+    """
+    asked = _context_length(options.extra_args)
+    limit, whose = (max_positions, name) if asked is None else (asked, "--server-args '--context-length'")
+    if limit is None:
+        return
     longest = longest_prompt(options.chunk) + options.new_tokens
-    if longest > spec.max_positions:
+    if longest > limit:
         raise ValueError(
             f"--chunk {options.chunk} and --new-tokens {options.new_tokens} make sequences of up to {longest} tokens, "
-            f"{spec.name} takes {spec.max_positions}"
+            f"{whose} takes {limit}"
         )
+    # The measurement generates one token per prompt.
+    if too_long := [length for length in options.lengths if length + 1 > limit]:
+        raise ValueError(
+            f"prompts of {too_long[0]} tokens and one generated token are longer than the {limit} tokens that {whose} "
+            f"takes: give --prompt-len lengths of at most {limit - 1}, or '' for no throughput"
+        )
+
+
+def _context_length(words: tuple[str, ...]) -> int | None:
+    """The last `--context-length` of a server's arguments; None without one or where it is no number."""
+    found = None
+    for word, following in zip(words, (*words[1:], ""), strict=False):
+        name, _, value = word.partition("=")
+        if name == "--context-length":
+            value = value or following
+            found = int(value) if value.isdecimal() else None
+    return found
 
 
 def has_cuda() -> bool:
@@ -150,8 +224,8 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _vocabulary(model: str) -> int:
-    """The vocabulary of a checkpoint, from its config file or from transformers for a Hugging Face name."""
+def _read_config(model: str) -> dict:
+    """A checkpoint's text configuration, from its config file or from transformers for a Hugging Face name."""
     config_file = Path(model) / "config.json"
     if config_file.is_file():
         try:
@@ -170,7 +244,22 @@ def _vocabulary(model: str) -> int:
             raise ValueError(f"--model {model} is no folder here, and as a Hugging Face name: {reason}") from exc
     if not isinstance(config, dict):
         raise ValueError(f"--model {model}: config.json holds no object")
-    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    nested = config.get("text_config") or {}
+    if not isinstance(nested, dict):
+        raise ValueError(f"--model {model}: text_config of config.json must be an object, got {nested!r}")
+    return config | nested
+
+
+def _vocabulary(model: str, config: dict) -> int:
+    size = config.get("vocab_size")
     if not isinstance(size, int) or size <= FIRST_TOKEN:
         raise ValueError(f"--model {model}: config.json must name a vocab_size above {FIRST_TOKEN}, got {size!r}")
     return size
+
+
+def _max_positions(config: dict) -> int | None:
+    """Most tokens of a sequence; None where the config does not say it in one number, as with scaled positions."""
+    limit = config.get("max_position_embeddings")
+    rotary = [config.get(name) for name in ("rope_scaling", "rope_parameters")]
+    scaled = any(isinstance(settings, dict) and "factor" in settings for settings in rotary)
+    return limit if isinstance(limit, int) and not scaled else None
