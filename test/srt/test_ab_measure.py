@@ -2,14 +2,16 @@
 
 import contextlib
 import dataclasses
+import io
 import itertools
 import json
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from sglang_deepep_v2.ab import accuracy, fingerprint, servers, throughput
+from sglang_deepep_v2.ab import accuracy, fingerprint, report, servers, throughput
 from sglang_deepep_v2.ab.accuracy import EvalSettings, check_data, evaluate_gsm8k, parse_printed
 from sglang_deepep_v2.ab.checkpoints import _write_tokenizer
 from sglang_deepep_v2.ab.paths import PATHS
@@ -157,7 +159,7 @@ def test_an_interrupted_measurement_resumes_where_it_stopped(fake_servers, monke
     assert (
         len(measured) == 1 and ("throughput", f"1 damaged line(s) dropped from {plan.raw_file}: measured again") in said
     )
-    assert len(plan.read_rows()) == 4
+    assert len(plan.read_rows(paths)) == 4
     # Measurements under other settings are not taken over.
     measured.clear()
     with pytest.raises(KeyboardInterrupt):
@@ -169,6 +171,33 @@ def test_an_interrupted_measurement_resumes_where_it_stopped(fake_servers, monke
     with pytest.raises(KeyboardInterrupt):
         measure_throughput(make_plan(fake_servers, rounds=1, resume=True), paths, lambda *_: None)
     assert len(measured) == 3
+
+
+def test_only_what_is_asked_is_summarised_in_its_order_and_the_rest_is_kept(fake_servers, monkeypatch):
+    monkeypatch.setattr(throughput, "run_bench", lambda *args, **kwargs: 5.0)
+    paths = [PATHS["nonexpanded"], PATHS["psum"], PATHS["labels"]]
+    measure_throughput(make_plan(fake_servers, rounds=2), paths, lambda *_: None)
+    plan = make_plan(fake_servers, rounds=1, prompt_lengths=(32,), resume=True)
+    written = plan.raw_file.read_text()
+    rows = measure_throughput(plan, [PATHS["psum"], PATHS["nonexpanded"]], lambda *_: None)
+    assert [(row["path"], row["prompt_len"], row["rounds"]) for row in rows] == [
+        ("psum", 32, 1),
+        ("nonexpanded", 32, 1),
+    ]
+    assert plan.raw_file.read_text() == written
+
+
+def test_throughput_is_told_against_the_first_path_and_no_other():
+    speeds = {"input_tok_s_median": 10.0, "input_tok_s_min": 10.0, "input_tok_s_max": 10.0}
+    rows = [
+        {"model": "m", "path": path, "prompt_len": length, "rounds": 1} | speeds
+        for path, length in (("labels", 8), ("psum", 8), ("labels", 16))
+    ]
+    console = Console(record=True, width=120, file=io.StringIO())
+    report.print_throughput(console, rows, "psum")
+    lines = console.export_text().splitlines()
+    assert any("against psum" in line for line in lines)
+    assert sum("+0.0%" in line for line in lines) == 2
 
 
 def test_a_server_on_another_pipeline_is_not_measured(fake_servers, monkeypatch):
@@ -215,7 +244,7 @@ def test_prompts_that_the_server_rejects_are_no_throughput(fake_servers, monkeyp
     said = str(failure.value)
     assert "path psum, prompts of 17 tokens" in said and "2 of 2 requests were not answered" in said
     assert "The input (17 tokens) is too long" in said
-    assert "tiny.bench.log" in said and plan.read_rows() == []
+    assert "tiny.bench.log" in said and plan.read_rows([PATHS["psum"]]) == []
 
 
 def test_a_measurement_takes_some_prompts_even_above_its_tokens(fake_servers, monkeypatch):

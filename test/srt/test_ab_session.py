@@ -141,6 +141,32 @@ def test_resume_measures_again_with_another_patch_or_other_versions(fake_servers
     assert run(fake_servers, "psum", resume=True)["psum"].resumed
 
 
+@pytest.mark.parametrize(
+    "variable", ["EP_X", "NCCL_X", "DG_X", "CUDA_VISIBLE_DEVICES", "TRITON_X", "SGLANG_X", "PYTHONPATH"]
+)
+def test_a_steering_variable_changes_the_fingerprint(monkeypatch, variable):
+    settings = ServeSettings("model", tp=2, chunk=64, cpu=False)
+    first, other = ({variable: value} for value in "01")
+    assert fingerprint.fingerprint(settings, first) != fingerprint.fingerprint(settings, other)
+    assert fingerprint.fingerprint(settings, first) == fingerprint.fingerprint(settings, first | {"EDITOR": "vi"})
+
+
+@pytest.mark.parametrize("name", ["model/config.json", "model/x.safetensors", "front/package/module.py"])
+def test_files_that_a_server_loads_change_the_fingerprint(tmp_path, name):
+    file = tmp_path / name
+    file.parent.mkdir(parents=True)
+    file.write_text("one")
+    settings = ServeSettings(str(tmp_path / "model"), 2, 64, False, pythonpath=(str(tmp_path / "front"),))
+    before = fingerprint.fingerprint(settings, {})
+    assert fingerprint.fingerprint(settings, {}) == before
+    # The same size at another time.
+    os.utime(file, ns=(0, 1))
+    later = fingerprint.fingerprint(settings, {})
+    file.write_text("three")
+    os.utime(file, ns=(0, 1))
+    assert len({before, later, fingerprint.fingerprint(settings, {})}) == 3
+
+
 def test_resumed_rows_keep_the_commit_and_date_of_their_measurement(fake_servers, monkeypatch):
     def stamp(commit, date):
         monkeypatch.setattr(session, "stamp", lambda: provenance.machine() | {"commit": commit, "date": date})
@@ -331,6 +357,10 @@ def test_an_evaluation_runs_on_every_path_and_is_written_beside_the_differences(
     assert [(row["path"], row["correct"], row["total"]) for row in rows] == [(name, 1, 1) for name in names]
     assert rows[1]["logprob_diff_p50"] == pytest.approx(0.05) and rows[0]["logprob_diff_p99"] == 0.0
     assert "GSM8K" in outcome.output
+    again = ("--resume", "--eval", "gsm8k", "--data-path", "questions.jsonl", "--eval-shots", "0")
+    assert ab(*again).exit_code == 0 and len(asked) == 2
+    Path("questions.jsonl").write_text('{"question": "b", "answer": "#### 1"}\n')
+    assert ab(*again).exit_code == 0 and len(asked) == 4, "other questions are another evaluation"
 
 
 def test_misused_options_are_refused_before_anything_starts(fake_servers):

@@ -16,6 +16,7 @@ from rich.console import Console
 from sglang_deepep_v2.ab import report
 from sglang_deepep_v2.ab.accuracy import evaluate_gsm8k
 from sglang_deepep_v2.ab.compare import compare_probes
+from sglang_deepep_v2.ab.fingerprint import file_hash
 from sglang_deepep_v2.ab.options import (
     DEMO_DIR,
     Checkpoint,
@@ -110,7 +111,13 @@ def ab(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory of results and server logs. Demo: .demo/runs.")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep what was measured with the same options, patch and versions.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Keep what was measured with the same options, patch, versions, GPU, steering variables (SGLANG_*, "
+            "EP_*, NCCL_*, DG_*, TRITON_*, CUDA_VISIBLE_DEVICES, PYTHONPATH) and files (local model, --data-path, "
+            "--server-pythonpath).",
+        ),
     ] = False,
     jobs: Annotated[int | None, typer.Option(min=1, help="Servers that start at a time. Demo: 2, else 1.")] = None,
     json_file: Annotated[
@@ -230,7 +237,7 @@ def _job(options: Options, checkpoint: Checkpoint, fleet: Fleet, kept: Kept | No
         fleet=fleet,
         resume=options.resume,
         evaluate=_evaluator(options, checkpoint, fleet),
-        evaluation=str(options.evaluation or ""),
+        evaluation=f"{options.evaluation} {file_hash(options.evaluation.data_path)}" if options.evaluation else "",
         keep=kept,
     )
 
@@ -256,7 +263,7 @@ def _count_kept(options: Options, checkpoint: Checkpoint, fleet: Fleet) -> int:
     job = dataclasses.replace(_job(options, checkpoint, fleet), resume=True)
     served = [path for path in checkpoint.paths if resumed(job, path.name, path)]
     reference = checkpoint.with_reference and resumed(job, REFERENCE, None)
-    rows = _plan(options, checkpoint, fleet, {}).read_rows() if options.lengths else []
+    rows = _plan(options, checkpoint, fleet, {}).read_rows(checkpoint.paths) if options.lengths else []
     return len(served) + bool(reference) + len(rows)
 
 
@@ -346,11 +353,11 @@ def _measure(
             measure_throughput(plan, paths, update)
     finally:
         # An interrupted run has measured something too.
-        rows = summarize(plan.read_rows(), plan.model, options.tp)
+        rows = summarize(plan.read_rows(paths), plan.model, options.tp)
         if rows:
             file = options.out / f"{checkpoint.name}.server.jsonl"
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            report.print_throughput(console, rows)
+            report.print_throughput(console, rows, paths[0].name)
     return rows
 
 

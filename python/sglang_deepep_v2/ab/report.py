@@ -105,17 +105,18 @@ def describe_lines(result: PathResult) -> str:
     return "\n".join(f"{', '.join(ranks)}: {what}" for what, ranks in said.items()) or "nothing: SGLang's own path"
 
 
-def print_throughput(console: Console, rows: Sequence[dict]) -> None:
-    """Input token throughput per path and prompt length, relative to the first path of that length."""
+def print_throughput(console: Console, rows: Sequence[dict], first: str) -> None:
+    """Input token throughput per path and prompt length, relative to the path `first` where that was measured."""
     table = Table(title="Input token throughput (tokens/s)", title_justify="left")
-    for heading in ("model", "prompt length", "path", "median", "min", "max", "rounds", "against first"):
+    for heading in ("model", "prompt length", "path", "median", "min", "max", "rounds", f"against {first}"):
         table.add_column(heading, justify="left" if heading in ("model", "path") else "right")
     for length in sorted({row["prompt_len"] for row in rows}):
         group = [row for row in rows if row["prompt_len"] == length]
+        base = next((row["input_tok_s_median"] for row in group if row["path"] == first), None)
         for row in group:
-            gain = row["input_tok_s_median"] / group[0]["input_tok_s_median"] - 1
+            gain = f"{row['input_tok_s_median'] / base - 1:+.1%}" if base else ""
             speeds = [f"{row[f'input_tok_s_{part}']:.0f}" for part in ("median", "min", "max")]
-            table.add_row(row["model"], str(length), row["path"], *speeds, str(row["rounds"]), f"{gain:+.1%}")
+            table.add_row(row["model"], str(length), row["path"], *speeds, str(row["rounds"]), gain)
     console.print(table)
 
 

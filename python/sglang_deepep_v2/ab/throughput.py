@@ -65,9 +65,21 @@ class ThroughputPlan:
     def raw_file(self) -> Path:
         return self.out / f"{self.model}.throughput.jsonl"
 
-    def read_rows(self) -> list[dict]:
-        """The single measurements on disk that were taken with this plan's settings."""
-        return [row for row in self._rows()[0] if row["settings"] == self.fingerprint()]
+    def read_rows(self, paths: Sequence[ServePath]) -> list[dict]:
+        """The single measurements on disk that this plan asks of `paths`, in their order, taken with its settings."""
+        settings, order = self.fingerprint(), [path.name for path in paths]
+        asked = [
+            row
+            for row in self._rows()[0]
+            if row["settings"] == settings
+            and row["path"] in order
+            and row["prompt_len"] in self.prompt_lengths
+            and row["round"] < self.rounds
+        ]
+        return sorted(
+            asked,
+            key=lambda row: (order.index(row["path"]), self.prompt_lengths.index(row["prompt_len"]), row["round"]),
+        )
 
     def drop_damaged_rows(self) -> int:
         """Rewrite the file without the lines that an interruption cut; how many there were."""
@@ -103,7 +115,7 @@ def measure_throughput(plan: ThroughputPlan, paths: Sequence[ServePath], report:
         plan.raw_file.unlink(missing_ok=True)
     elif damaged := plan.drop_damaged_rows():
         report("throughput", f"{damaged} damaged line(s) dropped from {plan.raw_file}: measured again")
-    done = {(row["path"], row["prompt_len"], row["round"]) for row in plan.read_rows()}
+    done = {(row["path"], row["prompt_len"], row["round"]) for row in plan.read_rows(paths)}
 
     def missing(path: ServePath, round_index: int) -> list[int]:
         return [length for length in plan.prompt_lengths if (path.name, length, round_index) not in done]
@@ -130,7 +142,7 @@ def measure_throughput(plan: ThroughputPlan, paths: Sequence[ServePath], report:
                         speed = run_bench(plan, bench, servers[path.name], path, length)
                         _append_row(plan, path, length, round_index, speed)
                 report(path.name, f"round {round_index + 1} done")
-    return summarize(plan.read_rows(), plan.model, plan.settings.tp)
+    return summarize(plan.read_rows(paths), plan.model, plan.settings.tp)
 
 
 def _start(plan: ThroughputPlan, path: ServePath, stack: contextlib.ExitStack) -> Server:
