@@ -121,6 +121,13 @@ def test_a_path_must_run_its_pipeline_on_every_rank():
     assert check_prefill_lines(PATHS["none"], [], 2) is None
 
 
+def test_the_reference_transport_on_a_gpu_is_another_path():
+    reference = [PrefillLine("TP0", "psum", "cpu", "reference")]
+    assert "TP0 ran on a GPU with transport=reference" in check_prefill_lines(PATHS["psum"], reference, 1, on_gpu=True)
+    deep_ep = [PrefillLine("TP0", "psum", "cpu", "deep_ep")]
+    assert check_prefill_lines(PATHS["psum"], deep_ep, 1, on_gpu=True) is None
+
+
 def test_paths_are_selected_in_order_and_refused_with_a_reason():
     assert [path.name for path in select_paths("psum, labels", cpu=True, ranks=2)] == ["psum", "labels"]
     with pytest.raises(ValueError, match="unknown path 'fast'"):

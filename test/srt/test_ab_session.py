@@ -290,6 +290,34 @@ def test_ctrl_c_ends_every_child_and_exits_with_130(fake_servers, numbers):
     assert not list(scratch.iterdir())
 
 
+def test_an_interrupt_at_the_start_of_a_process_finds_it_noted(tmp_path, monkeypatch):
+    started, real = [], subprocess.Popen
+
+    def start(*args, **kwargs):
+        started.append(real(*args, **kwargs))
+        signal.raise_signal(signal.SIGINT)
+        return started[0]
+
+    monkeypatch.setattr(servers.subprocess, "Popen", start)
+    fleet = Fleet()
+    try:
+        with pytest.raises(KeyboardInterrupt), fleet.run_process(["sleep", "600"], dict(os.environ), tmp_path / "log"):
+            pass
+        fleet.close()
+        assert not is_running(started[0].pid)
+    finally:
+        started[0].kill()
+
+
+def test_two_runs_do_not_share_a_folder(fake_servers):
+    Path("runs").mkdir()
+    with options.locked_folder("--out", Path("runs")):
+        outcome = CliRunner().invoke(app, ["ab", "--quick", "--out", "runs"], env={"COLUMNS": "400"})
+        assert outcome.exit_code == 2 and "--out runs is in use by another ab" in outcome.output
+    assert not Path(".demo").exists()
+    assert ab().exit_code == 0
+
+
 def test_ctrl_c_counts_what_resume_will_take_over(fake_servers, monkeypatch):
     assert ab().exit_code == 0
     real = command.run_all

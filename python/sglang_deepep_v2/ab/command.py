@@ -23,6 +23,7 @@ from sglang_deepep_v2.ab.options import (
     Options,
     find_checkpoints,
     has_cuda,
+    locked_folder,
     parse_evaluation,
     parse_folder,
     parse_lengths,
@@ -171,11 +172,12 @@ def ab(
     if not options.lengths:
         refuse_ignored(ctx, "ab without --prompt-len", _ONLY_THROUGHPUT)
     fleet, checkpoints, passed, document = Fleet(), [], True, {"checkpoints": {}, "throughput": []}
-    with interrupt_on_sigterm():
+    with interrupt_on_sigterm(), contextlib.ExitStack() as held:
         try:
             try:
                 checkpoints = find_checkpoints(options, paths, quick)
                 prepare_folder("--out", options.out)
+                held.enter_context(locked_folder("--out", options.out))
                 if json_file is not None and str(json_file) != "-":
                     prepare_file("--json", json_file)
                 for checkpoint in checkpoints:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 DEMO_DIR = Path(".demo")
 CHECKPOINTS = DEMO_DIR / "checkpoints"
 _RANDOM_PREFIX = "random:"
+_LOCK = ".ab.lock"
 
 # Per embedded checkpoint, the baseline first.
 _DEMO_PATHS = {
@@ -216,6 +220,23 @@ def _context_length(words: tuple[str, ...]) -> int | None:
             value = value or following
             found = int(value) if value.isdecimal() else None
     return found
+
+
+@contextlib.contextmanager
+def locked_folder(option: str, folder: Path) -> Iterator[None]:
+    """No other `ab` writes into the folder until the end of the block.
+
+    Raises:
+        typer.BadParameter: another one does.
+    """
+    with (folder / _LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise typer.BadParameter(
+                f"{option} {folder} is in use by another ab: wait for its end or name another folder"
+            ) from exc
+        yield
 
 
 def has_cuda() -> bool:

@@ -23,9 +23,11 @@ from sglang_deepep_v2.ab.paths import ServePath
 from sglang_deepep_v2.cpu_reference import PLATFORM_NAME
 
 CAPACITY = "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"
+REFERENCE_TRANSPORT = "reference"
 _STOP_GRACE_S = 3.0
 _KILL_GRACE_S = 5.0
 _LOG_TAIL_LINES = 25
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _USAGE_ERROR = re.compile(r"(sglang serve|\S*launch_server(\.py)?): error: ")
 _PREFILL_LINE = re.compile(
     r"\[[^\]]*?(?P<process>(?: (?:DP|TP|EP|PP)\d+)+)?\] DeepEP v2 prefill: "
@@ -205,7 +207,8 @@ class Fleet:
             ServerFailed: the fleet is closed.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
-        with self._lock:
+        # An interrupt between the start and the note of it would leave a process that nobody ends.
+        with _interrupts_held(), self._lock:
             if self._closed:
                 raise ServerFailed("interrupted before it started")
             with log.open("wb") as stream:
@@ -294,8 +297,11 @@ def read_prefill_lines(log: Path) -> list[PrefillLine]:
     return [lines[process] for process in sorted(lines)]
 
 
-def check_prefill_lines(path: ServePath, lines: Sequence[PrefillLine], ranks: int) -> str | None:
-    """Why a server did not run the path it was started for; None when each rank logged that path's pipeline."""
+def check_prefill_lines(path: ServePath, lines: Sequence[PrefillLine], ranks: int, on_gpu: bool = False) -> str | None:
+    """Why a server did not run the path it was started for; None when each rank logged that path's pipeline.
+
+    `on_gpu`: the CPU reference transport, which is slow and sends nothing, is another path too.
+    """
     if path.pipeline is None:
         return None
     if len(lines) != ranks:
@@ -306,7 +312,31 @@ def check_prefill_lines(path: ServePath, lines: Sequence[PrefillLine], ranks: in
                 f"{line.process or 'a rank'} ran pipeline={line.pipeline} sync={line.sync} instead of "
                 f"pipeline={path.pipeline} sync={path.sync}: {line.reason}"
             )
+        if on_gpu and line.transport == REFERENCE_TRANSPORT:
+            return f"{line.process or 'a rank'} ran on a GPU with transport={line.transport} instead of DeepEP's"
     return None
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """In the main thread, which alone is interrupted, SIGINT, SIGTERM and SIGHUP take effect after the block."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held = []
+    handlers = {number: signal.getsignal(number) for number in _INTERRUPTS}
+    # A mask would reach the child; a handler does not outlive its exec.
+    for number in handlers:
+        if callable(handlers[number]):
+            signal.signal(number, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if callable(handler):
+                signal.signal(number, handler)
+        for number in held:
+            signal.raise_signal(number)
 
 
 @contextlib.contextmanager
@@ -325,8 +355,7 @@ def interrupt_on_sigterm() -> Iterator[None]:
         raise KeyboardInterrupt
 
     # What the caller ignores stays ignored: nohup.
-    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    previous = {number: signal.getsignal(number) for number in wanted}
+    previous = {number: signal.getsignal(number) for number in _INTERRUPTS}
     previous = {number: handler for number, handler in previous.items() if handler is not signal.SIG_IGN}
     for number in previous:
         signal.signal(number, interrupt)

@@ -142,7 +142,7 @@ def run_path(job: Job, path: ServePath, report: Report) -> PathResult:
                 job.keep.servers[path.name] = server
                 job.keep.stack.push(own.pop_all())
         result.lines = read_prefill_lines(log)
-        if wrong := check_prefill_lines(path, result.lines, job.settings.tp):
+        if wrong := check_prefill_lines(path, result.lines, job.settings.tp, not job.settings.cpu):
             result.error = f"{wrong}; log: {log}"
     except ServerFailed as exc:
         result.error = str(exc)

@@ -180,7 +180,8 @@ def _warm_up(plan: ThroughputPlan, bench: ServingBench, server: Server, path: Se
     """
     for length in plan.prompt_lengths:
         run_bench(plan, bench, server, path, length, warm_up=True)
-    if wrong := check_prefill_lines(path, read_prefill_lines(server.log), plan.settings.tp):
+    lines = read_prefill_lines(server.log)
+    if wrong := check_prefill_lines(path, lines, plan.settings.tp, not plan.settings.cpu):
         raise server.failed(f"of path {path.name}: {wrong}")
 
 
