@@ -207,6 +207,16 @@ def test_a_server_on_another_pipeline_is_not_measured(fake_servers, monkeypatch)
         measure_throughput(make_plan(fake_servers), [PATHS["psum"]], lambda *_: None)
 
 
+def test_the_reference_transport_on_a_gpu_is_neither_compared_nor_measured(fake_servers, monkeypatch):
+    monkeypatch.setattr(throughput, "run_bench", lambda *args, **kwargs: 1.0)
+    plan = dataclasses.replace(make_plan(fake_servers), settings=dataclasses.replace(SETTINGS, cpu=False))
+    job = Job("tiny", plan.settings, [[1, 2], [3]], 2, plan.out, plan.fleet)
+    wrong = "TP0 EP0 ran on a GPU with transport=reference"
+    assert wrong in run_path(job, PATHS["psum"], lambda *_: None).error
+    with pytest.raises(ServerFailed, match=wrong):
+        measure_throughput(plan, [PATHS["psum"]], lambda *_: None)
+
+
 def test_summarize_keeps_paths_apart():
     measured = (("a", 1.0, "mon"), ("b", 9.0, "mon"), ("a", 3.0, "tue"))
     rows = [{"path": p, "prompt_len": 8, "input_tok_s": v, "stamp": {"date": d}} for p, v, d in measured]
