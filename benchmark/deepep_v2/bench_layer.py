@@ -69,7 +69,7 @@ class Bench:
             shapes.write_model_config(folder / "model")
             try:
                 self._start(folder)
-                for shape in self._shapes():
+                for shape in shapes_of(self.args):
                     self._guard(f"shape {shape.label}", lambda shape=shape: self._shape(shape))
             finally:
                 for side in self.sides.values():
@@ -119,12 +119,6 @@ class Bench:
         print(
             f"{self.meta['gpu']}, ep {self.args.ep}, commit {self.meta['commit']}, {self.meta['versions']}", flush=True
         )
-
-    def _shapes(self) -> list[shapes.Shape]:
-        args = self.args
-        if args.shapes:
-            return [shapes.named(name, experts) for name in args.shapes for experts in args.local_experts]
-        return [shapes.Shape(args.hidden, args.intermediate, experts, args.topk) for experts in args.local_experts]
 
     def _shape(self, shape: shapes.Shape) -> None:
         sums = {}
@@ -351,6 +345,12 @@ def _describe(shape: dict) -> str:
     )
 
 
+def shapes_of(args: argparse.Namespace) -> list[shapes.Shape]:
+    if args.shapes:
+        return [shapes.named(name, experts) for name in args.shapes for experts in args.local_experts]
+    return [shapes.Shape(args.hidden, args.intermediate, experts, args.topk) for experts in args.local_experts]
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2304, 8192], help="tokens per rank")
@@ -370,7 +370,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: dry run on the reference transport"
     )
     parser.add_argument("--out", default=str(RESULTS))
-    parser.add_argument("--time-budget", type=float, default=1800, help="seconds; a clean stop after them")
+    parser.add_argument(
+        "--time-budget",
+        type=float,
+        default=1800,
+        help="seconds; a clean stop after them, exit code 0 unless nothing was timed",
+    )
     parser.add_argument("--no-host-profile", action="store_true")
     parser.add_argument("--no-inspect", action="store_true", help="times only: no profile, error, host time")
     args = parser.parse_args(arguments)
@@ -379,6 +384,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     absent = [path for path in GPU_PATHS if args.device == "cpu"]
     if refused := [path for path in args.paths or () if path in absent]:
         parser.error(f"{refused[0]} needs a GPU, --device is cpu")
+    for shape in shapes_of(args):
+        try:
+            shapes.check_experts(shape.topk, shape.local_experts, args.ep)
+        except ValueError as refusal:
+            parser.error(str(refusal))
     args.paths = args.paths or [path for path in ALL_PATHS if path not in absent]
     return args
 

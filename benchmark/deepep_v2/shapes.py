@@ -40,6 +40,15 @@ def named(name: str, local_experts: int) -> Shape:
     return Shape(hidden, intermediate, local_experts, topk)
 
 
+def check_experts(topk: int, local_experts: int, ep: int) -> None:
+    """Raises ValueError where ``ep`` ranks together have fewer experts than the ``topk`` that a token selects."""
+    if (experts := ep * local_experts) < topk:
+        raise ValueError(
+            f"--ep {ep} times --local-experts {local_experts} makes {experts} expert(s), fewer than the top-{topk} "
+            "that a token selects"
+        )
+
+
 def name_of(record: dict) -> str | None:
     """The name in ``WIDTHS`` of a record's ``hidden``, ``intermediate`` and ``topk``, or None."""
     widths = tuple(record[field] for field in ("hidden", "intermediate", "topk"))

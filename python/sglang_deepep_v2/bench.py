@@ -43,7 +43,9 @@ def bench(
     ep: Annotated[int, typer.Option(min=1, help="Ranks, one GPU each.")] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; the sides alternate in each.")] = 7,
     device: Annotated[str, typer.Option(help="cuda, or cpu for a dry run without a GPU.")] = "cuda",
-    time_budget: Annotated[float, typer.Option(min=1, help="Seconds after which nothing new starts.")] = 1800.0,
+    time_budget: Annotated[
+        float, typer.Option(min=1, help="Seconds after which nothing new starts; what is skipped is named.")
+    ] = 1800.0,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder of the JSONL files (default: the committed results; not for --device cpu)."),
@@ -51,7 +53,8 @@ def bench(
 ) -> None:
     """Time one MoE layer on every path: plain SGLang, this patch, DeepGEMM's fused kernel, and the floor.
 
-    Exit code 1: a part failed, which is named, or with --check a path is slower than its committed record.
+    Exit code 0: every part ran, or --time-budget skipped parts, which are named, after others were timed.
+    Exit code 1: a part failed, which is named, nothing was timed, or with --check a path is slower than its record.
     Exit code 2: a refused option or record, or nothing to compare.
 
     Examples:
@@ -87,13 +90,15 @@ def bench(
         refuse_ignored(ctx, "--check --records", allowed=("check", "records"))
         raise typer.Exit(compare(_read(records), records, committed / "layer.jsonl"))
     _check_choices(path, shape, device, ep)
+    _check_experts(shape, local_experts, ep)
     if device == "cpu" and (gpu_only := set(path or ()) & set(_module("bench_layer").GPU_PATHS)):
         raise typer.BadParameter(f"--path {gpu_only.pop()} needs a GPU, --device is cpu")
     if device == "cpu" and check:
         raise typer.BadParameter("--check compares with records of GPUs, --device cpu makes none")
     if device == "cpu" and (out or committed).resolve() == committed.resolve():
         raise typer.BadParameter(f"--device cpu would add to the GPU records in {committed}; name a folder with --out")
-    prepare_folder("--out", out or committed)
+    if out or not check:
+        prepare_folder("--out", out or committed)
     command: list = ["bench_layer.py", "--ep", ep, "--rounds", rounds, "--device", device, "--time-budget", time_budget]
     named = {"--tokens": tokens, "--paths": path, "--shapes": shape, "--local-experts": local_experts}
     for option, values in named.items():
@@ -124,6 +129,18 @@ def _check_choices(paths: list[str] | None, names: list[str] | None, device: str
                 raise typer.BadParameter(f"{option} {value} is unknown; it takes {', '.join(known)}")
     if device == "cuda" and (visible := _gpus()) < ep:
         raise typer.BadParameter(f"--ep {ep} needs {ep} GPU(s), {visible} visible; --device cpu makes a dry run")
+
+
+def _check_experts(names: list[str] | None, local_experts: list[int] | None, ep: int) -> None:
+    """Refuse a rank count and expert count that together have fewer experts than a token of a shape selects."""
+    layer = _module("bench_layer")
+    usual = layer.parse([])
+    usual.shapes, usual.local_experts = names, local_experts or usual.local_experts
+    for shape in layer.shapes_of(usual):
+        try:
+            layer.shapes.check_experts(shape.topk, shape.local_experts, ep)
+        except ValueError as refusal:
+            raise typer.BadParameter(str(refusal)) from refusal
 
 
 def _gpus() -> int:

@@ -327,6 +327,25 @@ def test_a_failed_part_makes_exit_code_1_and_is_named(monkeypatch, tmp_path, cap
     assert "1 part(s) failed: labels at 8 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("timed", "code"), [([layer_record()], 0), ([], 1)])
+def test_exit_code_of_skipped_parts(monkeypatch, tmp_path, capsys, timed, code):
+    bench = bench_layer.Bench(bench_layer.parse(["--out", str(tmp_path), "--paths", "psum"]))
+    monkeypatch.setattr(bench, "_start", lambda folder: bench.new.extend(timed))
+    monkeypatch.setattr(bench, "_shape", lambda shape: pytest.fail("started"))
+    bench.deadline = 0.0
+    assert bench.run() == code
+    assert "skipped shape H6144 I2048 E16 top8: the time budget" in capsys.readouterr().out
+
+
+def test_a_check_without_a_folder_needs_none(command, monkeypatch):
+    prepared = []
+    monkeypatch.setattr(bench_command, "_gpus", lambda: 2)
+    monkeypatch.setattr(bench_command, "_run", lambda *_: 130)
+    monkeypatch.setattr(bench_command, "prepare_folder", lambda option, folder: prepared.append(folder))
+    assert command("--check").exit_code == 130 and prepared == []
+    assert command().exit_code == 130 and prepared == [BENCHMARK / "results"]
+
+
 def test_a_check_with_a_failed_part_still_compares(command, monkeypatch, tmp_path):
     [committed] = [r for r in records.latest(records.read(BENCHMARK / "results/layer.jsonl")).values()][:1]
 
@@ -341,7 +360,11 @@ def test_a_check_with_a_failed_part_still_compares(command, monkeypatch, tmp_pat
 
 
 def test_the_script_refuses_what_the_command_refuses(tmp_path, monkeypatch, capsys):
-    for words, message in (("", "name a folder with --out"), (f"--out {tmp_path} --paths mega_moe", "needs a GPU")):
+    for words, message in (
+        ("", "name a folder with --out"),
+        (f"--out {tmp_path} --paths mega_moe", "needs a GPU"),
+        (f"--out {tmp_path} --topk 9 --local-experts 4 --ep 2", "--local-experts 4 makes 8 expert(s), fewer than"),
+    ):
         with pytest.raises(SystemExit):
             bench_layer.parse(["--device", "cpu", *words.split()])
         assert message in capsys.readouterr().err
@@ -368,6 +391,8 @@ def test_command_says_that_a_wheel_has_no_benchmark(command, monkeypatch, tmp_pa
         ("--tokens -1", "--tokens"),
         ("--local-experts 0", "--local-experts"),
         ("--rounds 0", "--rounds"),
+        ("--shape tiny --local-experts 1", "--ep 1 times --local-experts 1 makes 1 expert(s), fewer than the top-2"),
+        ("--ep 2 --local-experts 8 --local-experts 3", "--ep 2 times --local-experts 3 makes 6 expert(s), fewer than"),
         ("--time-budget -1", "--time-budget"),
         ("--out {file}", "is no folder"),
         ("--plot --out {absent}", "which does not exist"),
