@@ -40,7 +40,7 @@ def status(
         enabled = overlay.enabled()
     except overlay.OverlayError as refusal:
         raise typer.BadParameter(str(refusal)) from refusal
-    active = _loader_is_active()
+    active = overlay.is_active()
     errors = [] if active or not enabled else [f"{_INACTIVE} ({sys.executable}). {_WHY_INACTIVE}"]
     found: list[overlay.Finding] = []
     lock: dict[str, dict[str, str]] = {}
@@ -83,13 +83,6 @@ def status(
         raise typer.Exit(1)
 
 
-def _loader_is_active() -> bool:
-    """Whether this interpreter asks the loader for SGLang's modules."""
-    # Importing boot here would put the finder there.
-    boot = sys.modules.get("sglang_deepep_v2.boot")
-    return boot is not None and boot.OverlayFinder in sys.meta_path
-
-
 def _print(report: dict) -> None:
     console = make_console()
     switch = "on" if report["active"] else "without its loader"
@@ -105,7 +98,7 @@ def _print(report: dict) -> None:
         table = Table("kind", "SGLang's own file", Column(f"module, in {_PARENT}", overflow="fold"))
         for row in report["modules"]:
             expected = "[green]none, as expected" if row["kind"] == "new" else "[green]as locked"
-            found = f"[red]{row['problem']}" if row["problem"] else expected
+            found = f"[red]{escape(row['problem'])}" if row["problem"] else expected
             table.add_row(row["kind"], found, row["name"].removeprefix(f"{_PARENT}."))
         console.print(table)
     if report["error"]:
